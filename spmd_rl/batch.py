@@ -9,8 +9,6 @@ import torch
 from tensordict import tensorclass
 from torch import Tensor
 
-PER_TOKEN = ("input_ids", "response_mask", "policy_version", "rollout_log_probs", "old_log_probs", "ref_log_probs",
-             "values", "advantages", "returns", "token_rewards", "token_weights")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,3 +73,94 @@ class Batch:
     token_rewards: Tensor | None = None  # [B, T] float32
     token_weights: Tensor | None = None  # [B, T] float32: carries the loss normalisation
     rewards: Tensor | None = None  # [B] float32: the score before shaping; NaN where scoring failed
+
+
+INTEGERS = ("input_ids", "prompt_lengths", "lengths", "uid", "sample", "row", "data_source")
+DTYPES = {name: torch.float32 for name in Batch.__dataclass_fields__}
+DTYPES.update(dict.fromkeys(INTEGERS, torch.int64), policy_version=torch.int32, response_mask=torch.bool, truncated=torch.bool)
+PER_ROW = ("prompt_lengths", "lengths", "uid", "sample", "row", "data_source", "truncated", "temperature", "rewards")
+
+
+def fields_of(batch: Batch) -> dict[str, Tensor]:
+    """The fields that are present, in declared order."""
+    return {name: value for name in DTYPES if (value := batch._tensordict.get(name, None)) is not None}
+
+
+def make_batch(tensors: dict[str, Tensor]) -> Batch:
+    """A Batch of these fields; the number of rows is that of `uid`."""
+    return Batch(**tensors, batch_size=[tensors["uid"].shape[0]])
+
+
+def sort_rows(batch: Batch) -> Batch:
+    """Rows in the order of (uid, sample), the one order of every shard."""
+    names = list(zip(batch.uid.tolist(), batch.sample.tolist()))
+    order = sorted(range(len(names)), key=names.__getitem__)
+    return batch if order == list(range(len(names))) else batch[torch.tensor(order)]
+
+
+def pad_to(tensor: Tensor, width: int) -> Tensor:
+    """`tensor` [B, T] padded on the right with zeros to [B, width]."""
+    return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) if tensor.shape[1] < width else tensor
+
+
+def plan_balance(groups: list[tuple[int, int]], num_replicas: int) -> list[list[int]]:
+    """Which groups each replica holds: whole groups, balanced by tokens. Pure, and blind to where they are now.
+
+    `groups`: (uid, tokens) of every group of the batch, in any order. Greedy, longest first (LPT, Graham 1969)."""
+    loads, plan = [0] * num_replicas, [[] for _ in range(num_replicas)]
+    for uid, tokens in sorted(groups, key=lambda g: (-g[1], g[0])):
+        to = min(range(num_replicas), key=lambda r: (loads[r], len(plan[r]), r))
+        loads[to] += tokens
+        plan[to].append(uid)
+    return [sorted(uids) for uids in plan]
+
+
+def plan_micro_batches(
+    items: list[tuple[int, int, int]],
+    max_tokens: int,
+    shared_prompt: bool,
+    count_multiple: int = 1,
+    length_multiple: int = 1,
+) -> list[list[int]]:
+    """Packs rows into micro-batches of at most `max_tokens` tokens, alignment padding included.
+
+    `items`: (uid, prompt length, response length) of each row, siblings adjacent. Returns row indices of each micro-batch,
+    siblings adjacent; with `shared_prompt` a group costs its prompt once, and a group over the budget is split with its
+    prompt repeated. Empty lists at the end make the count a multiple. First fit by decreasing cost.
+    Raises ValueError when one row alone is over the budget."""
+    units: list[tuple[int, list[int]]] = []  # (cost, rows)
+
+    def aligned(tokens: int) -> int:
+        return -(-tokens // length_multiple) * length_multiple
+
+    raw = 0
+    for index, (uid, prompt, response) in enumerate(items):
+        if aligned(prompt + response) > max_tokens:
+            raise ValueError(
+                f"engine.max_tokens_per_micro_batch: a sequence of {prompt + response} tokens (prompt {prompt}, response "
+                f"{response}) is over the budget of {max_tokens} - set at least {aligned(prompt + response)}"
+            )
+        sibling = shared_prompt and index and items[index - 1][:2] == (uid, prompt)
+        if sibling and aligned(raw + response) <= max_tokens:
+            raw += response
+            units[-1] = (aligned(raw), units[-1][1] + [index])
+        else:
+            raw = prompt + response
+            units.append((aligned(raw), [index]))
+    loads: list[int] = []
+    plan: list[list[int]] = []
+    for cost, rows in sorted(units, key=lambda u: (-u[0], u[1][0])):
+        to = next((i for i, load in enumerate(loads) if load + cost <= max_tokens), None)
+        if to is None:
+            to = len(loads)
+            loads.append(0)
+            plan.append([])
+        loads[to] += cost
+        plan[to] += rows
+    return plan + [[] for _ in range(-len(plan) % count_multiple)]
+
+
+def pick_mini_batch(uids: list[int], num_mini_batches: int, seed: str) -> list[set[int]]:
+    """Splits the batch's prompt occurrences into mini-batches: a pure function of the names, never of the layout."""
+    order = sorted(set(uids), key=lambda uid: hashlib.blake2b(f"{seed}/{uid}".encode(), digest_size=8).digest())
+    return [set(order[i::num_mini_batches]) for i in range(num_mini_batches)]

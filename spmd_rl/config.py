@@ -1,4 +1,4 @@
-"""The common configuration: dataclasses, tables of names, placement, and `validate`. Imports no torch.
+"""The common configuration: dataclasses and tables of names. Imports no torch.
 
 A name in a table below may always be replaced by `package.module:attribute` of the user's own. To add one of ours:
 write the function in the module of its family, add a row here, and a sentence in docs/extending.md.
@@ -103,6 +103,14 @@ class OptimizerConfig:
     schedule: str = "constant"
     warmup_steps: int = 0  # update k of the warm-up uses (k + 1) / (warmup_steps + 1): no update is void
     min_lr_ratio: float = 0.0
+    total_steps: int | None = None  # optimizer steps of the whole run; None: those of the trainer
+
+
+@dataclass
+class CheckpointConfig:
+    """What a role saves and loads."""
+
+    optimizer: bool = True
 
 
 @dataclass

@@ -1,0 +1,48 @@
+# shellcheck shell=bash
+# Sourced by the other scripts: makes and activates the virtual environment; returns at once when it is up to date.
+#   SPMD_RL_VENV=folder   where it lives (default: .venv in this checkout)
+#   SPMD_RL_VENV=none     use the Python environment that is active now, install nothing (containers, clusters)
+#   PYTHON=python3.12     the interpreter to make it with (3.11 or newer)
+# pip reads its usual settings: a mirror, or a folder with CPU builds of torch, is PIP_INDEX_URL or PIP_FIND_LINKS.
+
+SPMD_RL_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+find_python() {
+    local python
+    for python in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
+        [ -n "$python" ] && "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null &&
+            echo "$python" && return
+    done
+    echo "launch/env.sh: no Python 3.11+ with venv: install one (Debian: python3 python3-venv), or set PYTHON" >&2
+    return 1
+}
+
+install_packages() { # venv
+    local requirements=$SPMD_RL_ROOT/requirements/cpu.txt
+    "$1/bin/python" -m pip install -qq --requirement "$requirements" || return
+    # Packages may pull builds of these that do not fit this torch and break every import of transformers.
+    "$1/bin/python" -m pip uninstall -qq --yes torchvision torchaudio torchcodec 2>/dev/null || return
+    "$1/bin/python" -m pip install -qq --editable "$SPMD_RL_ROOT"
+}
+
+prepare_environment() {
+    local venv=${SPMD_RL_VENV:-$SPMD_RL_ROOT/.venv} stamp python
+    [ "$venv" = none ] && return
+    stamp="$SPMD_RL_ROOT $(cat "$SPMD_RL_ROOT"/requirements/*.txt "$SPMD_RL_ROOT/pyproject.toml" | cksum)"
+    if [ "$(cat "$venv/spmd_rl.stamp" 2>/dev/null)" != "$stamp" ]; then
+        echo "launch/env.sh: installing into $venv (minutes, once)" >&2
+        if [ ! -x "$venv/bin/python" ]; then
+            python=$(find_python) && "$python" -m venv "$venv" || return
+        fi
+        install_packages "$venv" || return
+        echo "$stamp" >"$venv/spmd_rl.stamp"
+    fi
+    # shellcheck disable=SC1091
+    source "$venv/bin/activate"
+}
+
+num_gpus() { # those that this torch can use, so CUDA_VISIBLE_DEVICES counts
+    python -c 'import torch; print(torch.cuda.device_count())'
+}
+
+prepare_environment

@@ -1,0 +1,88 @@
+"""Step folders: `checkpoints/step_000010/{actor, critic, state.json}`, complete or absent, never torn.
+
+A step is written beside its name and renamed once every rank has written; `state.json` is what makes it complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+import torch.distributed as dist
+
+from spmd_rl.collectives import barrier, broadcast_object
+from spmd_rl.mesh import World
+
+STEP = re.compile(r"step_(\d{6,})$")
+STATE = "state.json"
+
+
+def step_folders(root: Path) -> list[tuple[int, Path]]:
+    """Step folders under `root`, oldest first, complete or not."""
+    found = [(int(m[1]), path) for path in root.glob("step_*") if (m := STEP.search(path.name)) and path.is_dir()]
+    return sorted(found)
+
+
+def save_step(world: World, root: Path, step: int, save: Callable[[Path], None], state: dict[str, Any], keep: int) -> None:
+    """Collective over the world: every role saves into a fresh folder; rank 0 commits it, then removes old ones.
+
+    `keep`: complete steps that stay; never fewer than one."""
+    target, partial = root / f"step_{step:06d}", root / f"step_{step:06d}.partial"
+    on_first(world, lambda: (shutil.rmtree(partial, ignore_errors=True), partial.mkdir(parents=True)), "checkpoint.open")
+    save(partial)
+    barrier(world.control, "checkpoint.written")
+
+    def commit() -> None:
+        (partial / STATE).write_text(json.dumps({"step": step, **state}, indent=1))
+        for path in partial.rglob("*"):
+            _sync(path)
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+        _sync(root)
+        complete = [path for _, path in step_folders(root) if (path / STATE).exists()]
+        for old in complete[: -max(keep, 1)]:
+            shutil.rmtree(old)
+
+    on_first(world, commit, "checkpoint.commit")
+
+
+def find_resume(world: World, root: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
+    """Collective over the world: the step to go on from, and its state; None to start afresh.
+
+    `resume`: auto (the newest complete step under `root`, saying so when a newer one is not), never, or a step folder.
+    Raises ValueError when the named folder is no complete step."""
+
+    def choose():
+        if resume == "never":
+            return None
+        if resume != "auto":
+            if not (Path(resume) / STATE).exists():
+                return ValueError(f"trainer.resume: '{resume}' is no complete step folder (it lacks {STATE}) - name one, or 'auto'")
+            return Path(resume)
+        for step, path in reversed(step_folders(root)):
+            if (path / STATE).exists():
+                return path
+            sys.stderr.write(f"[spmd_rl] step {step} in {path} is incomplete: going on from an earlier one\n")
+        return None
+
+    chosen = on_first(world, choose, "checkpoint.find")
+    if isinstance(chosen, ValueError):
+        raise chosen
+    return None if chosen is None else (chosen, json.loads((chosen / STATE).read_text()))
+
+
+def on_first(world: World, function: Callable[[], Any], name: str) -> Any:
+    """Collective over the world: what `function` returns on rank 0, on every rank."""
+    return broadcast_object(function() if dist.get_rank(world.control) == 0 else None, 0, world.control, name)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,230 @@
+"""The one loop for engines whose model is an nn.Module: packing, forward, loss, backward, clipping, AdamW, DCP."""
+
+from __future__ import annotations
+
+import math
+import sys
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Iterator
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from spmd_rl.batch import TokenOutput, make_batch
+from spmd_rl.engine.attention import NAME
+from spmd_rl.engine.base import BaseEngine, lr_multiplier
+from spmd_rl.engine.hf_names import to_checkpoint
+from spmd_rl.engine.logprob import token_log_probs
+from spmd_rl.engine.packing import Packed, dummy_batch, pack
+from spmd_rl.metrics import Stats, add_stats
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}  # of the self-check, mean |log-prob difference| in nats
+
+
+class TokenModel(nn.Module):
+    """A transformers decoder and its head under one root, so that sharding hooks see both.
+
+    Without a value head: log-probs (and entropy) of response tokens; with one: the scalar value of the state before each."""
+
+    def __init__(self, lm: nn.Module, chunk: int, value_head: nn.Linear | None = None):
+        super().__init__()
+        self.lm, self.chunk, self.value_head = lm, chunk, value_head
+
+    def forward(self, packed: Packed, with_entropy: bool = False, own_logits: bool = False) -> tuple[Tensor, Tensor | None]:
+        """[N] float32 for the packed response tokens, and their entropy [N].
+
+        `own_logits`: what the model says of one unpacked row by its own attention and head, for the self-check."""
+        if own_logits:
+            return self._own(packed), None
+        hidden = self.lm.base_model(
+            input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed=packed
+        ).last_hidden_state[0]
+        hidden = hidden.index_select(0, packed.source)
+        if self.value_head is not None:
+            return self.value_head(hidden).float()[:, 0], None
+        head = self.lm.get_output_embeddings().weight
+        return token_log_probs(hidden, head, packed.targets, packed.temperature, self.chunk, with_entropy)
+
+    def _own(self, packed: Packed) -> Tensor:
+        self.lm.set_attn_implementation("sdpa")
+        if self.value_head is not None:
+            hidden = self.lm.base_model(input_ids=packed.input_ids, use_cache=False).last_hidden_state[0]
+            out = self.value_head(hidden[packed.source]).float()[:, 0]
+        else:
+            logits = self.lm(input_ids=packed.input_ids, use_cache=False).logits[0, packed.source].float()
+            out = logits.log_softmax(-1).gather(1, packed.targets[:, None])[:, 0]
+        self.lm.set_attn_implementation(NAME)
+        return out
+
+
+def global_norm(parameters: list[nn.Parameter]) -> float:
+    """Collective: the L2 norm of all gradients over all ranks, also of parameters on unlike meshes or plain tensors."""
+    alike: dict = {}
+    for grad in (p.grad for p in parameters if p.grad is not None):
+        alike.setdefault((grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None, []).append(grad)
+    norms = [torch.nn.utils.get_total_norm(grads) for grads in alike.values()]
+    return math.sqrt(sum(float(n.full_tensor() if isinstance(n, DTensor) else n) ** 2 for n in norms))
+
+
+class EagerEngine(BaseEngine):
+    """A subclass builds `self.module` (a TokenModel, parallelised, weights loaded) and ends with `finish_build`."""
+
+    module: TokenModel
+    optimizer: torch.optim.Optimizer | None = None
+
+    def finish_build(self) -> None:
+        """Collective: makes the optimizer, before any forward pass, and checks packing against the model's own logits."""
+        torch.set_float32_matmul_precision(self.config.matmul_precision)
+        if self.model_config.trainable:
+            c = self.optimizer_config
+            self.optimizer = torch.optim.AdamW(
+                self.module.parameters(), betas=tuple(c.betas), eps=c.eps, weight_decay=c.weight_decay, fused=True
+            )
+            self.set_lr(c.learning_rate * lr_multiplier(c, 0))
+        self._check_packing()
+
+    def micro_batch(self, last: bool) -> AbstractContextManager:
+        """Around one micro-batch of a backward pass: where a subclass postpones the reduction of gradients."""
+        return nullcontext()
+
+    def release(self) -> None:
+        """After forward passes: a subclass drops what it gathered."""
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        self.module.train()
+        with torch.enable_grad():
+            yield
+        self.release()
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        self.module.eval()
+        with torch.no_grad():
+            yield
+        self.release()
+
+    def forward_backward_batch(self, micro_batches, loss_function, forward_only=False, with_entropy=False):
+        outputs: list[TokenOutput] = []
+        stats: Stats = {}
+        for i, batch in enumerate(micro_batches):
+            data = dummy_batch() if batch is None else batch
+            with nullcontext() if forward_only else self.micro_batch(last=i == len(micro_batches) - 1):
+                packed = pack(data, self.shared_prompt, self.length_multiple, self.mesh.device)
+                tokens, entropy = self.module(packed, with_entropy)
+                output = self._output(packed, tokens, entropy, rows=0 if batch is None else len(data))
+                if forward_only:
+                    outputs.append(TokenOutput(**{k: v if v is None else v.cpu() for k, v in vars(output).items()}))
+                    continue
+                loss, more = loss_function(output, (data[:0] if batch is None else data).to(self.mesh.device))
+                (loss + tokens.sum() * 0).backward()
+                stats = add_stats(stats, more)
+        return outputs if forward_only else stats
+
+    def _output(self, packed: Packed, tokens: Tensor, entropy: Tensor | None, rows: int) -> TokenOutput:
+        out = packed.unpack(tokens)[:rows]
+        if self.model_config.model_type == "value_model":
+            return TokenOutput(values=out)
+        return TokenOutput(log_probs=out, entropy=None if entropy is None else packed.unpack(entropy)[:rows])
+
+    def optimizer_step(self) -> float:
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        norm, limit = global_norm(parameters), self.optimizer_config.clip_grad_norm
+        if not math.isfinite(norm):
+            self.nonfinite_steps += 1
+        else:
+            if limit and norm > limit:
+                for grad in (p.grad for p in parameters if p.grad is not None):
+                    (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(limit / norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.module.lm.named_parameters():
+            yield from to_checkpoint(name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach())
+
+    def to(self, device: torch.device, model: bool = True, optimizer: bool = True) -> None:
+        if model:
+            self.module.to(device)
+        for state in self.optimizer.state.values() if optimizer and self.optimizer else ():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    state[name] = value.to(device)
+
+    def save(self, folder: Path) -> None:
+        dcp.save(self._state(), checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        state = self._state()
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(self.module, state["model"])
+        if "optimizer" in state:
+            set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
+        self.updates, self.nonfinite_steps = (int(n) for n in state["counters"])
+        self.set_lr(self.optimizer_config.learning_rate * lr_multiplier(self.optimizer_config, self.updates))
+
+    def _state(self) -> dict:
+        state = {"model": get_model_state_dict(self.module), "counters": torch.tensor([self.updates, self.nonfinite_steps])}
+        if self.checkpoint_config.optimizer and self.optimizer:
+            state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
+        return state
+
+    def _check_packing(self) -> None:
+        """Raises ValueError when packed log-probs are not the model's own; gives up sharing prompts when only that fails."""
+        rows = _check_rows(self.module.lm.config.vocab_size)
+        tolerance = TOLERANCE[self.config.dtype]
+        with self.eval_mode():
+            own = [self.module(pack(rows[i : i + 1], False, 1, self.mesh.device), own_logits=True)[0] for i in range(len(rows))]
+
+            def difference(shared: bool) -> float:
+                packed = pack(rows, shared, self.length_multiple, self.mesh.device)
+                return float((self.module(packed)[0] - torch.cat(own)).abs().mean())
+
+            plain = difference(shared=False)
+            if not plain <= tolerance:
+                raise ValueError(
+                    f"model.path: packed log-probs of this {self.module.lm.config.model_type} model are off by {plain:.2g} nats from "
+                    f"its own logits (limit {tolerance}): its attention or head is not one that can be packed - use another model"
+                )
+            if self.shared_prompt and not difference(shared=True) <= tolerance:
+                self.shared_prompt = False
+                sys.stderr.write("[spmd_rl] engine.shared_prompt: this model cannot share prompts; every row carries its own\n")
+
+
+def _check_rows(vocabulary: int):
+    """Two siblings of a 5-token prompt with responses of 4 and 3 tokens."""
+    ids = torch.randint(vocabulary, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids[1, :5] = ids[0, :5]
+    lengths = torch.tensor([9, 8])
+    columns = torch.arange(9)
+    zeros = torch.zeros(2, dtype=torch.int64)
+    return make_batch(
+        {
+            "input_ids": ids,
+            "prompt_lengths": zeros + 5,
+            "lengths": lengths,
+            "response_mask": (columns >= 5) & (columns < lengths[:, None]),
+            "uid": zeros,
+            "sample": torch.tensor([0, 1]),
+            "row": zeros,
+            "data_source": zeros,
+            "policy_version": torch.zeros(2, 9, dtype=torch.int32),
+            "truncated": zeros.bool(),
+            "temperature": torch.ones(2),
+        }
+    )

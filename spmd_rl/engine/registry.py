@@ -1,0 +1,57 @@
+"""Which class trains what where. A row is three strings, imported on use; a third party adds its own from its package."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+MODEL_TYPES = ("language_model", "value_model")
+DEVICES = ("cpu", "cuda")
+
+
+class EngineRegistry:
+    """The table (model_type, backend, device) -> `package.module:Class`.
+
+    Beside the class its module holds `Config`, the backend's dataclass, and `problems(config, num_ranks) -> list[str]`;
+    both must import without the backend's own package."""
+
+    _rows: dict[tuple[str, str, str], str] = {}
+    _extras = {"megatron": "megatron", "torchtitan": "torchtitan", "veomni": "veomni"}
+
+    @classmethod
+    def register(cls, model_type: str, backend: str, device: str, path: str) -> None:
+        """Adds or replaces a row. `device`: cpu or cuda. Raises ValueError for an unknown model type or device."""
+        if model_type not in MODEL_TYPES or device not in DEVICES:
+            raise ValueError(f"({model_type}, {device}): model_type is one of {MODEL_TYPES}, device one of {DEVICES}")
+        cls._rows[model_type, backend, device] = path
+
+    @classmethod
+    def backends(cls) -> list[str]:
+        return sorted({backend for _, backend, _ in cls._rows})
+
+    @classmethod
+    def module(cls, backend: str) -> Any:
+        """The torch-level module of a backend, for its `Config` and `problems`. Raises ValueError when unknown."""
+        path = next((path for (_, name, _), path in cls._rows.items() if name == backend), None)
+        if path is None:
+            raise ValueError(f"unknown engine '{backend}'; registered: {', '.join(cls.backends())}")
+        return importlib.import_module(path.partition(":")[0])
+
+    @classmethod
+    def get(cls, model_type: str, backend: str, device: str) -> type:
+        """The class of a row. Raises ValueError listing the rows when unknown, ImportError naming the extra to install."""
+        if (path := cls._rows.get((model_type, backend, device))) is None:
+            rows = "; ".join(" / ".join(row) for row in sorted(cls._rows))
+            raise ValueError(f"no engine for {model_type} / {backend} / {device}; registered: {rows}")
+        module, _, name = path.partition(":")
+        try:
+            return vars(importlib.import_module(module))[name]
+        except ModuleNotFoundError as error:
+            extra = cls._extras.get(backend)
+            hint = f'pip install "spmd_rl[{extra}]"' if extra else f"install the package that provides {path}"
+            raise ImportError(f"engine '{backend}' needs '{error.name}', which is not installed - {hint}") from error
+
+
+for _model_type in MODEL_TYPES:
+    for _device in DEVICES:
+        EngineRegistry.register(_model_type, "fsdp", _device, "spmd_rl.engine.fsdp:FSDPEngine")

@@ -1,0 +1,183 @@
+"""From one world of ranks to cells and role meshes. The only place that makes process groups of ours.
+
+A cell is the set of ranks that share the same roles. Inside a cell the default process group *is* the cell, so an engine
+believes that it is alone. `split_world` runs once, on every rank, before any engine library is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import combinations
+from typing import Mapping, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from spmd_rl.config import ConfigError, TimeoutConfig
+from spmd_rl.launch import Launch
+from spmd_rl.validation import placement_problems
+
+Ranks = tuple[int, ...]
+
+
+class Role(NamedTuple):
+    """What a role asks of the world: its ranks, and how many data-parallel replicas they form."""
+
+    ranks: Ranks  # world ranks, replica-major: rank = ranks[replica * width + lane]
+    num_replicas: int
+
+
+class Bridge(NamedTuple):
+    """The groups on the union of two whole cells (or on one cell). Peers are addressed by index in `ranks`."""
+
+    ranks: Ranks  # world ranks, ascending
+    control: dist.ProcessGroup  # gloo; waits for a phase
+    payload: dist.ProcessGroup  # the devices' backend; waits for a collective
+
+
+@dataclass(frozen=True)
+class RoleMesh:
+    """The ranks of one role: `num_replicas` data-parallel replicas of `width` lanes. Compares by layout, not by name."""
+
+    ranks: Ranks
+    num_replicas: int
+    world_rank: int = field(compare=False)
+    device: torch.device = field(compare=False)
+    data_group: dist.ProcessGroup | None = field(compare=False, default=None)  # same lane of every replica
+    lane_group: dist.ProcessGroup | None = field(compare=False, default=None)  # the lanes of this rank's replica
+    bridges: Mapping[Ranks, Bridge] = field(compare=False, default_factory=dict, repr=False)
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank is in the mesh."""
+        return self.world_rank in self.ranks
+
+    @property
+    def width(self) -> int:
+        return len(self.ranks) // self.num_replicas
+
+    @property
+    def replica(self) -> int:
+        return self.ranks.index(self.world_rank) // self.width
+
+    @property
+    def lane(self) -> int:
+        return self.ranks.index(self.world_rank) % self.width
+
+    def rank_of(self, replica: int, lane: int = 0) -> int:
+        """World rank of a lane."""
+        return self.ranks[replica * self.width + lane]
+
+    def bridge(self, other: RoleMesh) -> Bridge:
+        return self.bridges[tuple(sorted({*self.ranks, *other.ranks}))]
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup  # gloo, every rank: stop signals, metrics, checkpoint commit
+    meshes: Mapping[str, RoleMesh]
+
+
+def open_store(launch: Launch, timeouts: TimeoutConfig) -> dist.Store:
+    """A connection to the job's key-value store, apart from other attempts at the same job."""
+    store = dist.TCPStore(
+        launch.address, launch.port, is_master=launch.hosts_store, timeout=timedelta(seconds=timeouts.collective),
+        wait_for_workers=False, multi_tenant=True,
+    )  # fmt: skip
+    return dist.PrefixStore(f"spmd_rl/{launch.restart}", store)
+
+
+def split_world(roles: Mapping[str, Role], launch: Launch, store: dist.Store, device: str, timeouts: TimeoutConfig) -> World:
+    """Collective over every rank of the job. Makes the world, its cells and bridges, then re-roots to this rank's cell.
+
+    `device`: cpu or cuda. Raises ConfigError, before any group exists, when a rank has no role, when two roles share
+    some but not all of their ranks, or when replicas do not divide a role's ranks."""
+    problems = placement_problems({name: role.ranks for name, role in roles.items()}, launch.world_size)
+    problems += [
+        f"placement.{name}: {role.num_replicas} replicas do not divide its {len(role.ranks)} ranks"
+        for name, role in roles.items()
+        if len(role.ranks) % role.num_replicas
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    collective, phase = timedelta(seconds=timeouts.collective), timedelta(seconds=timeouts.phase)
+    dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world_size, timeout=phase)
+    control = dist.group.WORLD
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    cells = sorted({role.ranks for role in roles.values()})
+    bridges = {}
+    for cell in cells:
+        group = dist.new_group(list(cell), backend=backend, timeout=collective)
+        bridges[cell] = Bridge(cell, group, group)
+    for one, other in combinations(cells, 2):
+        union = tuple(sorted(one + other))
+        slow = dist.new_group(list(union), backend="gloo", timeout=phase)
+        bridges[union] = Bridge(union, slow, slow if device == "cpu" else dist.new_group(list(union), backend=backend, timeout=collective))
+    index = next(i for i, cell in enumerate(cells) if launch.rank in cell)
+    _reroot(bridges[cells[index]].payload, index, cells[index], launch)
+    here = torch.device("cpu")
+    if device == "cuda":
+        here = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(here)
+    layouts: dict[Role, tuple] = {}
+    for role in roles.values():
+        if role not in layouts:
+            layouts[role] = _axis_groups(role, launch.rank, backend, collective)
+    meshes = {
+        name: RoleMesh(role.ranks, role.num_replicas, launch.rank, here, *layouts[role], bridges)
+        for name, role in roles.items()
+    }
+    return World(launch.rank, launch.world_size, here, control, meshes)
+
+
+def _reroot(group: dist.ProcessGroup, index: int, cell: Ranks, launch: Launch) -> None:
+    """Makes the cell's group the default group, its ranks 0..n-1, and the environment agree. torch 2.13 privates."""
+    c10d._update_default_pg(group)  # libraries see only the cell
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(len(cell))}  # src= and get_global_rank speak cell ranks
+    c10d._world.group_count += 10_000 * (index + 1)  # later groups of two cells never share a name
+    torch._C._distributed_c10d._set_global_rank(launch.rank)  # log prefixes keep the world's rank
+    node = launch.rank // launch.local_world_size
+    local = [rank % launch.local_world_size for rank in cell if rank // launch.local_world_size == node]
+    os.environ.update(
+        RANK=str(cell.index(launch.rank)),
+        WORLD_SIZE=str(len(cell)),
+        LOCAL_RANK=str(local.index(launch.local_rank)),
+        LOCAL_WORLD_SIZE=str(len(local)),
+        MASTER_ADDR=launch.address,
+        MASTER_PORT=str(launch.port),
+    )
+    visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+    if len(visible) == 1:
+        os.environ["LOCAL_RANK"] = "0"
+    elif len(visible) >= launch.local_world_size:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] for i in local)
+
+
+def _axis_groups(role: Role, rank: int, backend: str, timeout: timedelta) -> tuple:
+    """(data group, lane group) of this rank, made inside the cell; (None, None) outside the role."""
+    if rank not in role.ranks:
+        return None, None
+    width = len(role.ranks) // role.num_replicas
+    cell = sorted(role.ranks)
+    replicas = [[cell.index(r) for r in role.ranks[i : i + width]] for i in range(0, len(cell), width)]
+    mine = cell.index(rank)
+    data = lanes = dist.group.WORLD
+    if width > 1:
+        made = {tuple(axis): dist.new_group(list(axis), backend=backend, timeout=timeout) for axis in zip(*replicas)}
+        data = next(group for axis, group in made.items() if mine in axis)
+    if role.num_replicas > 1:
+        made = {tuple(axis): dist.new_group(axis, backend=backend, timeout=timeout) for axis in replicas} if width > 1 else {}
+        lanes = next((group for axis, group in made.items() if mine in axis), None)
+    return data, lanes
+
+
+def close_world(world: World) -> None:
+    """Collective over every rank. A cell that leaves early would kill the others, and gloo aborts without the barrier."""
+    dist.barrier(group=world.control)
+    dist.destroy_process_group()

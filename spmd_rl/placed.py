@@ -1,0 +1,195 @@
+"""Values that live on a mesh, and the only traffic that crosses meshes: `batch.to(mesh)` and `weights.to(mesh)`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import count
+from typing import Callable, Generic, Iterable, Iterator, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from spmd_rl.batch import DTYPES, PER_ROW, Batch, Prompts, fields_of, make_batch, pad_to, pick_mini_batch, plan_balance, sort_rows
+from spmd_rl.collectives import all_max, broadcast, broadcast_object, exchange, gather_rows
+from spmd_rl.mesh import Bridge, RoleMesh
+
+T = TypeVar("T")
+U = TypeVar("U")
+BUCKET_BYTES = 64 << 20
+traffic: Counter[str] = Counter()  # bytes that this rank sent, by kind; the trainer reads it as a metric
+
+
+@dataclass(frozen=True)
+class Placed(Generic[T]):
+    """A T that lives on a mesh: each replica's ranks hold its shard, ranks outside hold None."""
+
+    mesh: RoleMesh
+    local: T | None
+
+    def __bool__(self) -> bool:
+        raise TypeError("a Placed has no truth value that all ranks share - compare with `is None`")
+
+    def map(self, function: Callable[[T], U]) -> Placed[U]:
+        """Local: applies a pure function where the value lives."""
+        return Placed(self.mesh, function(self.local) if self.mesh.here else None)
+
+    def to(self: Placed[Batch], mesh: RoleMesh) -> Placed[Batch]:
+        """Collective over source and destination, no one else: whole groups, balanced by tokens over `mesh`'s replicas.
+
+        The plan does not depend on where rows are now: a second move to the same layout sends nothing."""
+        if not self.mesh.here and not mesh.here:
+            return Placed(mesh, None)
+        return Placed(mesh, _move(self, mesh))
+
+    def mini_batches(self: Placed[Batch], epochs: int, num_mini_batches: int, seed: str) -> Iterator[Placed[Batch]]:
+        """Collective over the mesh: mini-batches of whole groups, each balanced over the replicas."""
+        if epochs == num_mini_batches == 1:
+            yield self
+            return
+        uids: list[int] = []
+        if self.mesh.here:
+            bridge = self.mesh.bridge(self.mesh)
+            uids = torch.cat(gather_rows(self.local.uid[:, None], bridge.control, "mini_batches.uids")).flatten().tolist()
+        for epoch in range(epochs):
+            for chosen in pick_mini_batch(uids, num_mini_batches, f"{seed}/{epoch}"):
+                yield self.map(lambda b: b[torch.tensor([u in chosen for u in b.uid.tolist()], dtype=torch.bool)]).to(self.mesh)
+
+    def score(self: Placed[Batch], scorer: Callable[[Batch], None]) -> Placed[Batch]:
+        """Collective over a replica: lane 0 runs `scorer`, which sets `rewards` and may narrow `response_mask`."""
+        if self.mesh.here and self.mesh.lane == 0:
+            scorer(self.local)
+        if self.mesh.here and self.mesh.width > 1:
+            found = (self.local.rewards, self.local.response_mask)
+            self.local.rewards, self.local.response_mask = broadcast_object(found, 0, self.mesh.lane_group, "score")
+        return self
+
+
+def shard_prompts(prompts: Prompts, mesh: RoleMesh) -> Placed[Prompts]:
+    """Local: every replica takes its share of prompts that all ranks know."""
+    share = torch.arange(mesh.replica, len(prompts), mesh.num_replicas) if mesh.here else None
+    return Placed(mesh, None if share is None else prompts[share])
+
+
+def _move(placed: Placed[Batch], mesh: RoleMesh) -> Batch | None:
+    source, local, bridge = placed.mesh, placed.local, mesh.bridge(placed.mesh)
+    index = {rank: i for i, rank in enumerate(bridge.ranks)}
+    me, holds = index[mesh.world_rank], source.here and source.lane == 0
+    names, width = _agree_schema(local if holds else None, bridge)
+    named = torch.stack([local.uid, local.lengths], 1) if holds else torch.zeros(0, 2, dtype=torch.int64)
+    held = [rows.tolist() for rows in gather_rows(named, bridge.control, "move.rows")]  # by index in the bridge
+    tokens: Counter[int] = Counter()
+    for uid, length in (row for rows in held for row in rows):
+        tokens[uid] += length
+    plan = [set(uids) for uids in plan_balance(list(tokens.items()), mesh.num_replicas)]
+    if source == mesh and all({u for u, _ in held[index[mesh.rank_of(i)]]} == uids for i, uids in enumerate(plan)):
+        return sort_rows(local)
+    sends, receives, parts = [], [], []
+    for replica, wanted in enumerate(plan):
+        for owner, rows in enumerate(held):
+            chosen = [i for i, (uid, _) in enumerate(rows) if uid in wanted]
+            for peer in (index[mesh.rank_of(replica, lane)] for lane in range(mesh.width)) if chosen else ():
+                if owner == me:
+                    buffer = _encode(local[torch.tensor(chosen)], names, width)
+                elif peer == me:
+                    buffer = torch.empty(len(chosen) * _row_bytes(names, width), dtype=torch.uint8)
+                else:
+                    continue
+                if peer == me:
+                    parts.append(_Part(buffer, len(chosen)))
+                if owner != peer:
+                    (sends if owner == me else receives).append((peer if owner == me else owner, buffer))
+    traffic["batch"] += sum(buffer.numel() for _, buffer in sends)
+    exchange(sends, receives, bridge.control, "move.payload")
+    if not mesh.here:
+        return None
+    shards = [_decode(part, names, width) for part in parts] or [_decode(_Part(torch.empty(0, dtype=torch.uint8), 0), names, width)]
+    return sort_rows(torch.cat(shards))
+
+
+class _Part(NamedTuple):
+    buffer: Tensor  # uint8
+    rows: int
+
+
+def _agree_schema(local: Batch | None, bridge: Bridge) -> tuple[list[str], int]:
+    """(fields present on any rank that has rows, the largest T): the same on every rank, also where there are 0 rows."""
+    present = fields_of(local) if local is not None and len(local) else {}
+    width = local.input_ids.shape[1] if present else 0
+    width, *there = all_max([width, *(int(name in present) for name in DTYPES)], bridge.control, "move.schema")
+    return [name for name, yes in zip(DTYPES, there) if yes] or ["uid"], width
+
+
+def _columns(name: str, width: int) -> int:
+    return 1 if name in PER_ROW else width
+
+
+def _row_bytes(names: list[str], width: int) -> int:
+    return sum(DTYPES[name].itemsize * _columns(name, width) for name in names)
+
+
+def _encode(batch: Batch, names: list[str], width: int) -> Tensor:
+    """The rows as one uint8 buffer, field after field."""
+    tensors = fields_of(batch)
+    flat = (t if t.ndim == 1 else pad_to(t, width) for t in (tensors[n].to(DTYPES[n]) for n in names))
+    return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in flat])
+
+
+def _decode(part: _Part, names: list[str], width: int) -> Batch:
+    sizes = [part.rows * DTYPES[name].itemsize * _columns(name, width) for name in names]
+    tensors = {}
+    for name, piece in zip(names, part.buffer.split(sizes)):
+        flat = piece.clone().view(DTYPES[name])  # clone: a slice need not be aligned
+        tensors[name] = flat if name in PER_ROW else flat.view(part.rows, width)
+    return make_batch(tensors)
+
+
+@dataclass(frozen=True)
+class WeightStream:
+    """Lazy (HF name, full tensor) pairs of a mesh; None outside it. Consumed once, before any other traffic."""
+
+    mesh: RoleMesh
+    named: Iterable[tuple[str, Tensor]] | None
+
+    def to(self, mesh: RoleMesh) -> WeightStream:
+        """Local now, collective over source and destination when consumed. Within one cell it is handed over in place.
+
+        Across cells the ranks of the source take turns as senders of a bucket, so that no single link is the limit."""
+        if {*self.mesh.ranks} == {*mesh.ranks}:
+            return WeightStream(mesh, self.named)
+        involved = self.mesh.here or mesh.here
+        return WeightStream(mesh, _send_buckets(self, mesh) if involved else None)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.named or ()
+
+
+def _send_buckets(stream: WeightStream, mesh: RoleMesh) -> Iterator[tuple[str, Tensor]]:
+    bridge = mesh.bridge(stream.mesh)
+    senders = [bridge.ranks.index(rank) for rank in stream.mesh.ranks]
+    buckets = _buckets(stream) if stream.mesh.here else None
+    for turn in count():
+        sender = senders[turn % len(senders)]
+        bucket = next(buckets, None) if buckets is not None else None
+        header = [(name, tuple(t.shape), t.dtype) for name, t in bucket] if bucket else None
+        header = broadcast_object(header, sender, bridge.control, "weights.header")
+        if header is None:
+            return
+        received = []
+        for i, (name, shape, dtype) in enumerate(header):
+            tensor = bucket[i][1].contiguous() if bucket else torch.empty(shape, dtype=dtype, device=mesh.device)
+            received.append((name, broadcast(tensor, sender, bridge.payload, f"weights[{name}]")))
+        traffic["weights"] += sum(t.nbytes for _, t in received) if bridge.ranks[sender] == mesh.world_rank else 0
+        yield from received if mesh.here else ()
+
+
+def _buckets(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket, size = [], 0
+    for name, tensor in stream:
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

@@ -1,0 +1,67 @@
+"""ActorRolloutRefWorker: makes the roles of a run, each on its own mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spmd_rl.config import Config
+from spmd_rl.engine.base import EngineModel
+from spmd_rl.mesh import World
+from spmd_rl.roles.server_adapter import RolloutModel, ServerAdapter
+from spmd_rl.roles.training_worker import TrainingWorker, TrainingWorkerConfig
+from spmd_rl.validation import updates_per_step
+
+
+class ActorRolloutRefWorker:
+    """`.actor_worker`, `.rollout`, `.ref_worker` (only where a KL term asks for it), `.critic_worker` (only for gae)."""
+
+    def __init__(self, config: Config, world: World, model: RolloutModel):
+        algorithm = config.algorithm
+        common = {
+            "engine": config.engine,
+            "aggregation": algorithm.aggregation,
+            "aggregation_length": algorithm.aggregation_length,
+        }
+        total = config.trainer.total_steps * updates_per_step(algorithm)
+
+        def scheduled(optimizer):
+            return optimizer if optimizer.total_steps else replace(optimizer, total_steps=total)
+
+        def engine_model(folder: str, model_type: str = "language_model", trainable: bool = True) -> EngineModel:
+            return EngineModel(folder, model_type, trainable, config.model.trust_remote_code)
+
+        self.actor_worker = TrainingWorker(
+            TrainingWorkerConfig(
+                name="actor",
+                model=engine_model(model.folder),
+                optimizer=scheduled(config.optimizer),
+                infer_field="old_log_probs",
+                with_entropy=algorithm.entropy_coef != 0 or algorithm.entropy_metric,
+                **common,
+            ),
+            world.meshes["actor"],
+        )
+        self.ref_worker = self.critic_worker = None
+        if "ref" in world.meshes:
+            self.ref_worker = TrainingWorker(
+                TrainingWorkerConfig(
+                    name="ref",
+                    model=engine_model(model.folder, trainable=False),
+                    optimizer=config.optimizer,
+                    infer_field="ref_log_probs",
+                    **common,
+                ),
+                world.meshes["ref"],
+            )
+        if "critic" in world.meshes:
+            self.critic_worker = TrainingWorker(
+                TrainingWorkerConfig(
+                    name="critic",
+                    model=engine_model(config.critic.path or model.folder, "value_model"),
+                    optimizer=scheduled(config.critic.optimizer),
+                    infer_field="values",
+                    **common,
+                ),
+                world.meshes["critic"],
+            )
+        self.rollout = ServerAdapter(config.rollout, model, config.trainer.seed, world.meshes["rollout"])

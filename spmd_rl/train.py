@@ -1,0 +1,260 @@
+"""The entry: compose -> validate -> split_world -> assemble -> fit.
+
+    torchrun --nproc-per-node 8 -m spmd_rl.train algorithm=grpo trainer.total_steps=100
+    srun python -m spmd_rl.train ...        # the same, without torchrun
+    python -m spmd_rl.train ...             # one process
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from transformers import AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from spmd_rl.batch import Sampling
+from spmd_rl.collectives import compare_ledgers
+from spmd_rl.config import Config, ConfigError
+from spmd_rl.data import PromptSource
+from spmd_rl.launch import AbortWatch, Launch, detect_launch
+from spmd_rl.mesh import Role, World, close_world, open_store, split_world
+from spmd_rl.metrics import make_writers
+from spmd_rl.models import check_torchvision, resolve_model
+from spmd_rl.rewards import RewardPool
+from spmd_rl.roles.actor_rollout_ref import ActorRolloutRefWorker
+from spmd_rl.roles.server_adapter import RolloutModel
+from spmd_rl.scoring import Scorer
+from spmd_rl.trainer import RLTrainer
+from spmd_rl.validation import parse_placement, replica_width, typed, validate
+
+CONFIG_ERROR = 2  # exit code, and `code` in the run's status.json
+
+
+def config_folder() -> Path:
+    """`conf/`: inside an installed package, beside it in a checkout."""
+    inside = Path(__file__).parent / "conf"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+def groups(*folders: Path) -> dict[str, list[str]]:
+    """The Hydra groups of these folders, and the choices of each."""
+    found: dict[str, set[str]] = {}
+    for path in (p for folder in folders for p in folder.glob("*/*.yaml")):
+        found.setdefault(path.parent.name, set()).add(path.stem)
+    return {name: sorted(choices) for name, choices in sorted(found.items())}
+
+
+def compose_config(name: str, folder: Path | None, overrides: list[str]) -> tuple[Config, list[str]]:
+    """The typed configuration with `auto` values resolved for this machine, and what is wrong with its keys and types.
+
+    `folder`: the user's own configs; ours stay on Hydra's search path. Raises ConfigError when it cannot be composed."""
+    ours = config_folder()
+    known = groups(ours, *([folder] if folder else []))
+    changes = [f"hydra.searchpath=[file://{ours}]"] if folder else []
+    for override in overrides:
+        key = override.partition("=")[0]
+        plain = key.split("@")[0] not in known and override[:1] not in "+~"
+        changes.append("++" + override if plain else override)  # an unknown key is for `typed` to name
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str((folder or ours).resolve()), version_base=None):
+            raw = OmegaConf.to_container(compose(name, overrides=changes), resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"config: {str(error).strip()} - see --help for the groups and their choices") from error
+    config, problems = typed(raw)
+    return resolve_auto(config), problems
+
+
+def resolve_auto(config: Config) -> Config:
+    """`auto` replaced by what this machine has."""
+    device = config.trainer.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.engine.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    rollout = dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+    return replace(
+        config,
+        trainer=replace(config.trainer, device=device),
+        engine=replace(config.engine, dtype=dtype),
+        rollout=replace(config.rollout, dtype=rollout),
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser("spmd_rl.train", description="RL post-training in one SPMD program.", add_help=False)
+    out.add_argument("overrides", nargs="*", help="key=value, or group=choice")
+    out.add_argument("--config-name", default="train", help="a file of the config folder, without .yaml")
+    out.add_argument("--config-dir", type=Path, help="your own config folder; ours stays available behind it")
+    out.add_argument("--cfg", choices=["job"], help="print the composed configuration and exit")
+    out.add_argument("--help", "-h", action="store_true", help="print this, the groups and every key, and exit")
+    return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    launch = detect_launch()
+    try:
+        config, problems = compose_config(args.config_name, args.config_dir, args.overrides)
+    except ConfigError as error:
+        return refuse(Path("outputs/run"), launch, [str(error)])
+    if args.help or args.cfg:
+        show(args, config, launch)
+        return 0
+    run_dir = Path(config.trainer.run_dir)
+    problems += validate(config, launch.world_size)
+    if message := check_torchvision():
+        problems.append(message)
+    if problems:
+        return refuse(run_dir, launch, problems)
+    transformers_logging.disable_progress_bar()
+    try:
+        parts = prepare(config)
+    except (ValueError, ImportError, OSError) as error:
+        return refuse(run_dir, launch, [str(error)])
+    return run(config, launch, parts, run_dir)
+
+
+def show(args: argparse.Namespace, config: Config, launch: Launch) -> None:
+    if launch.rank:
+        return
+    if args.help:
+        print(parser().format_help())
+        print("groups (group=choice):")
+        for name, choices in groups(config_folder(), *([args.config_dir] if args.config_dir else [])).items():
+            print(f"  {name}: {', '.join(choices)}")
+        print("\nevery key, as composed (key=value; docs/configuration.md says what each means):\n")
+    print(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+
+
+def refuse(run_dir: Path, launch: Launch, problems: list[str]) -> int:
+    """Shows every problem once for the whole job; every rank ends with the same code."""
+    if launch.rank == 0:
+        lines = "\n".join(f"  {line}" for problem in problems for line in problem.splitlines())
+        sys.stderr.write(f"[spmd_rl] the configuration cannot run ({launch}):\n{lines}\n")
+        write_status(run_dir, CONFIG_ERROR, "configuration", problems=problems)
+    return CONFIG_ERROR
+
+
+def write_status(run_dir: Path, code: int, state: str, **more: Any) -> None:
+    """`status.json`: torchrun loses exit codes, this file keeps the last one."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    partial = run_dir / f"status.json.{os.getpid()}"
+    partial.write_text(json.dumps({"code": code, "state": state, **more}, indent=1))
+    partial.rename(run_dir / "status.json")
+
+
+class Parts:
+    """What is made before any process group: model files, tokenizer, data. All ranks make the same."""
+
+    def __init__(self, config: Config):
+        folder = resolve_model(config.model.path)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id if (Path(folder) / "generation_config.json").exists() else None
+        ids = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+        pad = self.tokenizer.pad_token_id
+        self.model = RolloutModel(folder, tuple(sorted(ids)), 0 if pad is None else pad, config.model.trust_remote_code)
+        data, seed = config.data, config.trainer.seed
+        self.train = PromptSource(data, data.train, data.train_kwargs, self.tokenizer, seed)
+        self.val = PromptSource(data, data.val, data.val_kwargs, self.tokenizer, seed) if data.val else None
+
+
+def prepare(config: Config) -> Parts:
+    """Raises ValueError, ImportError or OSError: what the user has to mend."""
+    return Parts(config)
+
+
+def run(config: Config, launch: Launch, parts: Parts, run_dir: Path) -> int:
+    store = open_store(launch, config.timeouts)
+    watch = AbortWatch(lambda: open_store(launch, config.timeouts), launch.rank) if launch.world_size > 1 else None
+    try:
+        placement, _ = parse_placement(config, launch.world_size)
+        roles = {name: Role(ranks, len(ranks) // replica_width(config, name)) for name, ranks in placement.items()}
+        world = split_world(roles, launch, store, config.trainer.device, config.timeouts)
+        fit(config, launch, world, parts, run_dir)
+        close_world(world)
+    except BaseException as error:
+        first = watch.report(error) if watch else True
+        if first:
+            write_status(run_dir, 1, "failed", rank=launch.rank, error=f"{type(error).__name__}: {error}")
+        if not watch:
+            raise
+        sys.stdout.flush()
+        os._exit(1)  # a thread of a broken group may never end
+    if watch:
+        watch.close()
+    if launch.rank == 0:
+        write_status(run_dir, 0, "done")
+    return 0
+
+
+def fit(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Path) -> None:
+    """Collective over the world."""
+    compare_ledgers(config.debug.ledger)
+    if launch.rank == 0:
+        introduce(config, launch, world, parts, run_dir)
+    roles = ActorRolloutRefWorker(config, world, parts.model)
+    pool = RewardPool(config.reward)
+    pool.check(parts.train.rows)
+
+    def decode(ids: list[int]) -> str:
+        return parts.tokenizer.decode(ids, skip_special_tokens=True)
+
+    rollout = config.rollout
+    sampling = Sampling(
+        rollout.temperature,
+        rollout.n,
+        rollout.min_response_tokens,
+        rollout.max_response_tokens,
+        tuple(sorted({*parts.model.eos_ids, *rollout.stop_token_ids})),
+    )
+    trainer = RLTrainer(
+        config,
+        world,
+        roles,
+        parts.train,
+        Scorer(config.reward, pool, parts.train, decode, ""),
+        parts.val and (parts.val, Scorer(config.reward, pool, parts.val, decode, "val/")),
+        sampling,
+    )
+    try:
+        trainer.fit(lambda start: writers(config, launch, run_dir, start))
+        roles.rollout.shutdown()
+    finally:
+        pool.close()
+
+
+def writers(config: Config, launch: Launch, run_dir: Path, start: int) -> list:
+    """Rank 0 writes; the others have no writers. `start`: steps already in the files."""
+    if launch.rank:
+        return []
+    return make_writers(config.logger, run_dir, config.trainer.total_steps, start + 1 if start else 0, asdict(config))
+
+
+def introduce(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Path) -> None:
+    """What starts where: printed once, and the configuration kept beside the run."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    write_status(run_dir, -1, "running")
+    print(f"[spmd_rl] {launch}; {config.trainer.device}, {config.engine.backend} in {config.engine.dtype}; run folder {run_dir}")
+    for name, mesh in world.meshes.items():
+        print(f"[spmd_rl] {name}: ranks {list(mesh.ranks)} as {mesh.num_replicas} replicas of {mesh.width}")
+    for source in filter(None, (parts.train, parts.val)):
+        print(f"[spmd_rl] {source.describe()}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

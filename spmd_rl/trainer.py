@@ -1,0 +1,169 @@
+"""RLTrainer: every rank runs every line; a role acts only on its own mesh."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Callable
+
+from spmd_rl.batch import Batch, Sampling
+from spmd_rl.checkpoint import find_resume, save_step
+from spmd_rl.collectives import agree, gather_objects, reduce_stats
+from spmd_rl.config import ADVANTAGES, Config, resolve
+from spmd_rl.data import PromptSource
+from spmd_rl.losses import ppo_loss, value_loss
+from spmd_rl.mesh import World
+from spmd_rl.metrics import Max, Mean, Phases, Stats, Sum, Writer, add_stats, memory
+from spmd_rl.placed import Placed, shard_prompts, traffic
+from spmd_rl.roles.actor_rollout_ref import ActorRolloutRefWorker
+from spmd_rl.scoring import Scorer
+
+
+def has_advantage(batch: Batch):
+    """[B] bool: rows that can have a gradient when neither KL nor entropy is part of the loss."""
+    return (batch.advantages != 0).any(1)
+
+
+class RLTrainer:
+    """Samples, scores and trains for `trainer.total_steps` steps, from the newest checkpoint on."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        roles: ActorRolloutRefWorker,
+        source: PromptSource,
+        scorer: Scorer,
+        validation: tuple[PromptSource, Scorer] | None,
+        sampling: Sampling,
+    ):
+        self.config, self.world = config, world
+        self.actor, self.rollout = roles.actor_worker, roles.rollout
+        self.ref, self.critic = roles.ref_worker, roles.critic_worker
+        self.source, self.scorer, self.validation, self.sampling = source, scorer, validation, sampling
+        self.phases, self.stopping = Phases(), False
+        algorithm = config.algorithm
+        self.advantage = partial(resolve(algorithm.advantage, ADVANTAGES), algorithm, all_sum=self.actor.all_sum)
+        self.policy_loss, self.value_loss = partial(ppo_loss, algorithm), partial(value_loss, algorithm)
+        self.keep = has_advantage if algorithm.kl_coef == algorithm.entropy_coef == 0 else None
+        self.trained_once = algorithm.epochs == algorithm.num_mini_batches == 1
+
+    def fit(self, open_writers: Callable[[int], list[Writer]]) -> None:
+        """Collective over the world. `open_writers(start)`: this rank's writers, given the steps already done."""
+        config = self.config.trainer
+        signal.signal(signal.SIGTERM, self._stop)
+        start = self.load()
+        self.writers = open_writers(start)
+        if config.val_before and start == 0:
+            self.log(0, self.evaluate(0))
+        for step in range(start, config.total_steps):
+            stats = self.train_step(step)
+            if config.eval_every and (step + 1) % config.eval_every == 0 or step + 1 == config.total_steps:
+                stats = add_stats(stats, self.evaluate(step + 1))
+            self.log(step + 1, stats)
+            stop = agree(self.stopping, self.world.control, "stop")
+            if config.save_every and (step + 1) % config.save_every == 0 or stop or step + 1 == config.total_steps:
+                self.save(step + 1)
+            if stop:
+                break
+        for writer in self.writers:
+            writer.close()
+
+    def train_step(self, step: int) -> Stats:
+        """Collective over the world: one step of RL."""
+        actor, phases, config = self.actor, self.phases, self.config.algorithm
+        samples = self.sample(step)
+        with phases("move"):
+            batch = samples.to(actor.mesh)
+        with phases("infer"):
+            if self.ref:
+                batch = self.ref.infer_batch(batch.to(self.ref.mesh)).to(actor.mesh)
+            if self.critic:
+                batch = self.critic.infer_batch(batch.to(self.critic.mesh)).to(actor.mesh)
+            if not self.trained_once:
+                batch = actor.infer_batch(batch)
+        with phases("advantage"):
+            batch = batch.map(self.advantage)
+        stats: Stats = {}
+        with phases("train"):
+            for mini in batch.mini_batches(config.epochs, config.num_mini_batches, f"{self.config.trainer.seed}/{step}"):
+                if self.critic:
+                    stats = add_stats(stats, self.critic.train_batch(mini.to(self.critic.mesh), self.value_loss))
+                stats = add_stats(stats, actor.train_batch(mini, self.policy_loss, self.keep))
+        with phases("weights"):
+            self.rollout.update_weights(actor.weights().to(self.rollout.mesh), version=step + 1)
+        return stats
+
+    def sample(self, step: int) -> Placed[Batch]:
+        """Collective over the rollout mesh: the scored samples of a step."""
+        prompts = shard_prompts(self.source.prompts(step, self.config.data.prompts_per_step), self.rollout.mesh)
+        with self.phases("generate"):
+            samples = self.rollout.generate(prompts, self.sampling, step)
+        with self.phases("reward"):
+            return samples.score(self.scorer.bind(step, self.sampling.max_tokens, self.config.trainer.sample_rows))
+
+    def evaluate(self, step: int) -> Stats:
+        """Collective over the rollout mesh: statistics of the validation prompts, greedy unless `val_n` is more than 1."""
+        if not self.validation:
+            return {}
+        source, scorer = self.validation
+        config = self.config.trainer
+        sampling = replace(self.sampling, n=config.val_n, temperature=config.val_temperature if config.val_n > 1 else 0.0, purpose="validation")
+        with self.phases("validate"):
+            samples = self.rollout.generate(shard_prompts(source.validation(), self.rollout.mesh), sampling, 0)
+            samples.score(scorer.bind(step, sampling.max_tokens, 0))
+        return scorer.take()[0]
+
+    def log(self, step: int, stats: Stats) -> None:
+        """Collective over the world: reduces the step's statistics once and writes them where there are writers."""
+        found, shown = self.scorer.take()
+        phases = self.phases.step()
+        stats = add_stats(stats, found) | {key: Mean(seconds, 1) for key, seconds in phases.items()}
+        stats |= {key: Max(value) for key, value in memory().items()}
+        stats |= {f"traffic/{kind}_bytes": Sum(traffic[kind]) for kind in ("batch", "weights")}
+        traffic.clear()
+        values = reduce_stats(stats, self.world.control, "log")
+        rows = self.config.data.prompts_per_step * self.config.rollout.n
+        seconds = values["time/step"] - values.get("time/validate", 0.0)
+        values["perf/samples_per_second"] = rows / seconds
+        values["perf/tokens_per_second"] = rows * values.get("response/length_mean", 0.0) / seconds
+        table = [row for part in gather_objects(shown, self.world.control, "log.samples") for row in part]
+        for writer in self.writers:
+            writer.write(step, values)
+            writer.samples(step, table[: self.config.trainer.sample_rows])
+
+    def save(self, step: int) -> None:
+        """Collective over the world."""
+        if self.config.trainer.keep:
+            root = Path(self.config.trainer.run_dir) / "checkpoints"
+            state = {"data": self.source.fingerprint, "seed": self.config.trainer.seed, "config": asdict(self.config)}
+            save_step(self.world, root, step, self._save_roles, state, self.config.trainer.keep)
+
+    def load(self) -> int:
+        """Collective over the world: restores the newest checkpoint where there is one; returns the first step to run.
+
+        Raises ValueError where it was made from other data or another seed."""
+        found = find_resume(self.world, Path(self.config.trainer.run_dir) / "checkpoints", self.config.trainer.resume)
+        start = 0
+        if found:
+            folder, state = found
+            for field, now in (("data", self.source.fingerprint), ("seed", self.config.trainer.seed)):
+                if state[field] != now:
+                    raise ValueError(f"trainer.resume: {folder} was made with another {field} ({state[field]}, now {now}) - set trainer.resume=never")
+            start = state["step"]
+            for role in self._trained():
+                role.load(folder)
+        self.rollout.update_weights(self.actor.weights().to(self.rollout.mesh), version=start)
+        return start
+
+    def _save_roles(self, folder: Path) -> None:
+        for role in self._trained():
+            role.save(folder)
+
+    def _trained(self) -> list:
+        return [role for role in (self.actor, self.critic) if role]
+
+    def _stop(self, signum, frame) -> None:
+        self.stopping = True

@@ -1,0 +1,234 @@
+"""What can be said of a configuration before any process group or model exists: all problems at once. Imports no torch.
+
+Each problem is one line: `field path: what is wrong (values) - what to set`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from typing import Any, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf, ValidationError
+
+from spmd_rl.config import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    DTYPES,
+    POLICY_LOSSES,
+    REGISTRY,
+    ROLES,
+    ROLLOUTS,
+    SCHEDULES,
+    AlgorithmConfig,
+    Config,
+    closest,
+    resolve,
+)
+
+
+def typed(raw: dict[str, Any]) -> tuple[Config, list[str]]:
+    """A composed plain dict as a Config, with every unknown key and wrong type as a problem (that key keeps its default)."""
+    problems: list[str] = []
+    schema = OmegaConf.structured(Config)
+    backend = raw.get("engine", {}).get("backend", "fsdp")
+    try:
+        schema.engine = OmegaConf.structured(resolve(REGISTRY, {}).module(backend).Config)
+    except ValueError as error:
+        problems.append(f"engine.backend: {error}{closest(backend, resolve(REGISTRY, {}).backends())}")
+    for path, value in _leaves(raw, schema):
+        parent, _, key = path.rpartition(".")
+        node = OmegaConf.select(schema, parent) if parent else schema
+        if not isinstance(node, DictConfig) or (OmegaConf.is_struct(node) or is_dataclass(OmegaConf.get_type(node))) and key not in node:
+            known = list(node) if isinstance(node, DictConfig) else []
+            problems.append(f"{path}: unknown key{closest(key, known)} - set one of {', '.join(map(str, known))}")
+            continue
+        try:
+            node[key] = value
+        except ValidationError as error:
+            problems.append(f"{path}: {str(error).splitlines()[0]} - set a {_type_name(node, key)}")
+    return OmegaConf.to_object(schema), problems
+
+
+def _leaves(raw: dict[str, Any], schema: DictConfig, prefix: str = ""):
+    """(path, value) of every setting; a free-form dict (keyword arguments) is one setting."""
+    for key, value in raw.items():
+        path = f"{prefix}{key}"
+        inner = OmegaConf.select(schema, path)
+        if isinstance(value, dict) and isinstance(inner, DictConfig) and is_dataclass(OmegaConf.get_type(inner)):
+            yield from _leaves(value, schema, path + ".")
+        else:
+            yield path, value
+
+
+def _type_name(node: DictConfig, key: str) -> str:
+    return str(get_type_hints(OmegaConf.get_type(node))[key]).replace("<class '", "").replace("'>", "")
+
+
+def needed_roles(config: Config) -> list[str]:
+    """actor and rollout always; ref where a KL term asks for it; critic where advantages need values."""
+    needs = {"ref": config.algorithm.kl_coef != 0, "critic": config.algorithm.advantage == "gae"}
+    return [role for role in ROLES if needs.get(role, True)]
+
+
+def updates_per_step(algorithm: AlgorithmConfig) -> int:
+    return algorithm.epochs * algorithm.num_mini_batches
+
+
+def parse_ranks(spec: str, world_size: int) -> tuple[int, ...]:
+    """`all`, `0-3`, `0,2,5` or mixtures `0-2,6`. Raises ValueError."""
+    if spec == "all":
+        return tuple(range(world_size))
+    ranks: list[int] = []
+    for part in str(spec).split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise ValueError(f"'{spec}' is no set of ranks - set 'all', a range '0-3', a list '0,2' or a role's name")
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)
+
+
+def parse_placement(config: Config, world_size: int) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """World ranks of every needed role, and what is wrong with `placement`."""
+    placement, problems = {}, []
+    for role in needed_roles(config):
+        spec, seen = vars(config.placement)[role], [role]
+        while spec in ROLES and spec not in seen:
+            seen.append(spec)
+            spec = vars(config.placement)[spec]
+        try:
+            placement[role] = parse_ranks(spec, world_size)
+        except ValueError as error:
+            problems.append(f"placement.{role}: {error}")
+    return placement, problems or placement_problems(placement, world_size)
+
+
+def placement_problems(placement: dict[str, tuple[int, ...]], world_size: int) -> list[str]:
+    """Every rank has a role; two roles share all of their ranks or none; ranks exist and are named once."""
+    problems = []
+    for role, ranks in placement.items():
+        if outside := [r for r in ranks if r >= world_size]:
+            problems.append(f"placement.{role}: ranks {outside} do not exist ({world_size} ranks) - set ranks below {world_size}")
+        if len(set(ranks)) < len(ranks) or not ranks:
+            problems.append(f"placement.{role}: {list(ranks)} is empty or names a rank twice - name each rank once")
+    names = list(placement)
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            a, b = set(placement[one]), set(placement[other])
+            if a != b and a & b:
+                problems.append(
+                    f"placement.{one}, placement.{other}: {sorted(a)} and {sorted(b)} share ranks {sorted(a & b)} but not all - "
+                    f"give both the same ranks, or none in common"
+                )
+    if idle := set(range(world_size)) - {r for ranks in placement.values() for r in ranks}:
+        problems.append(f"placement: ranks {sorted(idle)} have no role ({world_size} ranks) - give each a role, or start fewer")
+    return problems
+
+
+def replica_width(config: Config, role: str) -> int:
+    """Ranks that work on the same rows of a role."""
+    if role == "rollout":
+        return 1
+    return resolve(REGISTRY, {}).module(config.engine.backend).replica_width(config.engine)
+
+
+def validate(config: Config, world_size: int) -> list[str]:
+    """Every problem of a resolved configuration, one line each: `field path: what is wrong (values) - what to set`.
+
+    Needs no process group and no model."""
+    placement, problems = parse_placement(config, world_size)
+    problems += _value_problems(config)
+    engines = resolve(REGISTRY, {})
+    if config.engine.backend in engines.backends():
+        for role, ranks in placement.items():
+            if role == "rollout":
+                continue
+            if len(ranks) % replica_width(config, role):
+                problems.append(f"placement.{role}: {len(ranks)} ranks are no multiple of {replica_width(config, role)}")
+            problems += [p for p in engines.module(config.engine.backend).problems(config.engine, len(ranks)) if p not in problems]
+        problems += _batch_problems(config, {role: len(r) // replica_width(config, role) for role, r in placement.items()})
+    return problems + resolve("spmd_rl.rewards:problems", {})(config.reward)
+
+
+def _value_problems(config: Config) -> list[str]:
+    """Names and ranges of single values."""
+    problems = []
+    tables = {
+        "algorithm.advantage": ADVANTAGES,
+        "algorithm.policy_loss": POLICY_LOSSES,
+        "rollout.backend": ROLLOUTS,
+    }
+    for path, table in tables.items():
+        try:
+            resolve(_get(config, path), table)
+        except (ValueError, ImportError) as error:
+            problems.append(f"{path}: {error}")
+    choices = {
+        "data.over_long": ("error", "drop", "truncate"),
+        "engine.dtype": DTYPES,
+        "rollout.dtype": DTYPES,
+        "engine.matmul_precision": ("highest", "high", "medium"),
+        "optimizer.schedule": SCHEDULES,
+        "critic.optimizer.schedule": SCHEDULES,
+        "algorithm.aggregation": AGGREGATIONS,
+        "algorithm.kl_type": ("k1", "k2", "k3"),
+        "trainer.device": ("cpu", "cuda"),
+        "logger.wandb_mode": ("offline", "online", "disabled"),
+    }
+    for path, allowed in choices.items():
+        if (value := _get(config, path)) not in allowed:
+            problems.append(f"{path}: '{value}' is unknown{closest(value, allowed)} - set one of {', '.join(allowed)}")
+    at_least = {
+        1: "data.prompts_per_step data.max_prompt_tokens rollout.n rollout.max_response_tokens rollout.max_batch_rows "
+        "algorithm.epochs algorithm.num_mini_batches trainer.total_steps trainer.val_n engine.logprob_chunk",
+        0: "rollout.temperature rollout.min_response_tokens optimizer.warmup_steps optimizer.weight_decay "
+        "optimizer.learning_rate optimizer.clip_grad_norm trainer.save_every trainer.eval_every trainer.keep trainer.seed "
+        "trainer.sample_rows algorithm.kl_coef algorithm.clip_ratio critic.optimizer.learning_rate",
+    }  # fmt: skip
+    for least, paths in at_least.items():
+        problems += [f"{p}: {_get(config, p)} is too small - set at least {least}" for p in paths.split() if _get(config, p) < least]
+    if config.rollout.temperature == 0:
+        problems.append("rollout.temperature: 0 draws the same sample n times - set a positive temperature to train")
+    if config.rollout.min_response_tokens > config.rollout.max_response_tokens:
+        problems.append(
+            f"rollout.min_response_tokens: {config.rollout.min_response_tokens} is over rollout.max_response_tokens "
+            f"({config.rollout.max_response_tokens}) - lower it"
+        )
+    if config.algorithm.aggregation == "seq-mean-token-sum-norm" and not config.algorithm.aggregation_length:
+        problems.append("algorithm.aggregation_length: seq-mean-token-sum-norm divides by it - set a length in tokens")
+    if config.optimizer.total_steps is None and config.optimizer.warmup_steps > (
+        total := config.trainer.total_steps * updates_per_step(config.algorithm)
+    ):
+        problems.append(f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is over the {total} updates of the run - lower it")
+    return problems
+
+
+def _batch_problems(config: Config, replicas: dict[str, int]) -> list[str]:
+    """The batch arithmetic, with the nearest values that work."""
+    prompts, n, minis = config.data.prompts_per_step, config.rollout.n, config.algorithm.num_mini_batches
+    budget, longest = config.engine.max_tokens_per_micro_batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    shown = f"{prompts} prompts x {n} samples a step, {minis} mini-batches, {replicas.get('actor')} data-parallel replicas"
+    problems = []
+    if minis > 0 and prompts % minis:
+        near = sorted({max(minis, prompts // minis * minis), -(-prompts // minis) * minis})
+        problems.append(f"data.prompts_per_step: {shown}: {minis} does not divide {prompts} - set {' or '.join(map(str, near))}")
+    for role, count in replicas.items():
+        if minis > 0 and prompts // minis < count:
+            problems.append(
+                f"data.prompts_per_step: {shown}: a mini-batch of {prompts // minis} prompts leaves some of the {count} replicas of "
+                f"{role} without work - set at least {count * minis}"
+            )
+    if budget < longest:
+        problems.append(
+            f"engine.max_tokens_per_micro_batch: {budget} is less than data.max_prompt_tokens + rollout.max_response_tokens "
+            f"({config.data.max_prompt_tokens} + {config.rollout.max_response_tokens}) - set at least {longest}"
+        )
+    if n == 1 and config.algorithm.advantage in ("grpo", "rloo"):
+        problems.append(f"rollout.n: {config.algorithm.advantage} compares the samples of a prompt, and there is 1 - set at least 2")
+    return problems
+
+
+def _get(config: Config, path: str) -> Any:
+    value: Any = config
+    for key in path.split("."):
+        value = vars(value)[key]
+    return value

@@ -1,0 +1,159 @@
+"""Cells, moves between them, and the ledger, on 4 ranks of one job."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.helpers import make_rows
+from tests.launch import spmd
+
+from spmd_rl import collectives
+from spmd_rl.batch import fields_of
+from spmd_rl.config import ConfigError, TimeoutConfig
+from spmd_rl.launch import detect_launch
+from spmd_rl.mesh import Role, close_world, open_store, split_world
+from spmd_rl.metrics import Max, Mean, Sum
+from spmd_rl.placed import Placed, WeightStream, shard_prompts, traffic
+
+GROUPS = [(5, [4, 1, 7]), (9, [3, 3]), (2, [6]), (1, [2, 5]), (4, [9, 9, 9])]
+
+
+def world_of(roles, timeout=60.0):
+    launch, timeouts = detect_launch(), TimeoutConfig(collective=timeout, phase=timeout)
+    return split_world(roles, launch, open_store(launch, timeouts), "cpu", timeouts)
+
+
+def whole():
+    batch = make_rows(GROUPS)
+    batch.rewards = torch.arange(len(batch)).float()
+    batch.rollout_log_probs = torch.randn(batch.input_ids.shape, generator=torch.Generator().manual_seed(3))
+    return batch
+
+
+def dealt(batch, mesh):
+    """Whole groups, group i on replica i % n."""
+    keep = batch.uid % mesh.num_replicas == mesh.replica if mesh.here else None
+    return Placed(mesh, batch[keep] if mesh.here else None)
+
+
+def check_complete(placed, batch):
+    """All rows of the mesh together are the batch, bit for bit, and groups are whole."""
+    if not placed.mesh.here:
+        assert placed.local is None
+        return
+    shards = collectives.gather_objects(fields_of(placed.local), placed.mesh.bridge(placed.mesh).control, "check")
+    lanes = shards[:: placed.mesh.width]
+    assert sum(len(s["uid"]) for s in lanes) == len(batch)
+    seen = [set(s["uid"].tolist()) for s in lanes]
+    assert sum(map(len, seen)) == len(set().union(*seen))
+    for i, shard in enumerate(shards):
+        assert torch.equal(shard["uid"], lanes[i // placed.mesh.width]["uid"])
+        assert shard.keys() == fields_of(batch).keys()
+        for j, (uid, sample) in enumerate(zip(shard["uid"].tolist(), shard["sample"].tolist())):
+            row = int(((batch.uid == uid) & (batch.sample == sample)).nonzero())
+            for name, value in fields_of(batch).items():
+                n = int(batch.lengths[row])
+                got, want = shard[name][j], value[row]
+                same = (got[:n], want[:n]) if value.ndim == 2 else (got, want)
+                assert torch.equal(*same), name
+
+
+@spmd(world_size=4)
+def test_colocated(folder):
+    world = world_of({"actor": Role((0, 1, 2, 3), 4), "rollout": Role((0, 1, 2, 3), 2)})
+    actor, rollout = world.meshes["actor"], world.meshes["rollout"]
+    assert (actor.width, rollout.width, rollout.replica, rollout.lane) == (1, 2, world.rank // 2, world.rank % 2)
+    batch = whole()
+    moved = dealt(batch, rollout).to(actor)
+    check_complete(moved, batch)
+    traffic.clear()
+    again = moved.to(actor)
+    assert traffic["batch"] == 0
+    assert torch.equal(again.local.input_ids, moved.local.input_ids)
+    check_complete(moved.to(rollout), batch)
+    minis = list(moved.mini_batches(2, 2, "0/0"))
+    assert len(minis) == 4
+    uids = [set(torch.cat(collectives.gather_rows(m.local.uid[:, None], actor.data_group, "u")).flatten().tolist()) for m in minis]
+    assert uids[0] | uids[1] == uids[2] | uids[3] == set(range(len(GROUPS)))
+    assert not uids[0] & uids[1]
+    with pytest.raises(TypeError, match="truth value"):
+        bool(moved)
+    with pytest.raises(TypeError):
+        len(moved)
+    few = batch[:3]  # one group on four ranks: three of them hold nothing
+    check_complete(Placed(actor, few if world.rank == 3 else few[:0]).to(actor), few)
+    close_world(world)
+
+
+@spmd(world_size=4)
+def test_split(folder):
+    """In the second cell as in the first: the default group is the cell, and rows and weights cross between cells."""
+    world = world_of({"actor": Role((0, 1), 2), "rollout": Role((2, 3), 1)})
+    actor, rollout = world.meshes["actor"], world.meshes["rollout"]
+    assert dist.get_world_size() == 2
+    assert dist.get_rank() == world.rank % 2
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == (str(world.rank % 2), "2", str(world.rank % 2))
+    assert dist.get_process_group_ranks(None) == [0, 1]
+    t = torch.tensor([float(world.rank)])
+    dist.broadcast(t, src=1)
+    assert t.item() == 1 + 2 * (world.rank // 2)
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    assert mesh.get_coordinate() == (world.rank % 2,) or mesh.get_coordinate() == [world.rank % 2]
+    for i in range(3 if actor.here else 1):  # cells may make unlike numbers of groups
+        x = torch.ones(1) * (i + 1)
+        dist.all_reduce(x, group=dist.new_group([0, 1]))
+        assert x.item() == 2 * (i + 1)
+    batch = whole()
+    on_rollout = dealt(batch, rollout)
+    on_actor = on_rollout.to(actor)
+    check_complete(on_actor, batch)
+    check_complete(on_actor.to(rollout), batch)
+    names = [f"w{i}" for i in range(5)]
+    stream = WeightStream(actor, ((n, torch.full((3, 2), float(i))) for i, n in enumerate(names)) if actor.here else None)
+    got = list(stream.to(rollout))
+    if rollout.here:
+        assert [n for n, _ in got] == names
+        assert all((t == i).all() for i, (_, t) in enumerate(got))
+    else:
+        assert got == []
+    prompts = shard_prompts(batch, rollout)
+    assert (prompts.local is None) != rollout.here
+    close_world(world)
+
+
+@spmd(world_size=4)
+def test_collectives_and_the_ledger(folder):
+    world = world_of({"actor": Role((0, 1, 2, 3), 4)}, timeout=20.0)
+    group, rank = world.control, world.rank
+    assert collectives.agree(rank == 2, group, "flag")
+    assert not collectives.agree(False, group, "flag")
+    rows = collectives.gather_rows(torch.full((rank, 2), rank), group, "rows")
+    assert [len(r) for r in rows] == [0, 1, 2, 3]
+    stats = {"sum": Sum(rank), "mean": Mean(rank, 1 if rank else 0), "max": Max(float(rank))}
+    if rank == 1:
+        stats["rare"] = Sum(5.0)
+    values = collectives.reduce_stats(stats, group, "stats")
+    assert values == {"sum": 6.0, "mean": 2.0, "max": 3.0, "rare": 5.0}
+    collectives.compare_ledgers(True)
+    collectives.barrier(group, "together")
+    with pytest.raises(RuntimeError, match="rank 0 of the group entered 'train', rank 2 entered 'save'.*together"):
+        collectives.barrier(group, "save" if rank == 2 else "train")
+    collectives.compare_ledgers(False)
+    close_world(world)
+
+
+@spmd(world_size=2)
+def test_bad_placement_is_refused_before_any_group_exists(folder):
+    launch = detect_launch()
+    for roles, said in [
+        ({"actor": Role((0, 1), 2), "rollout": Role((1,), 1)}, "share ranks"),
+        ({"actor": Role((0,), 1), "rollout": Role((0,), 1)}, "no role"),
+        ({"actor": Role((0, 1), 2), "rollout": Role((0, 1, 2), 3)}, "do not exist"),
+        ({"actor": Role((0, 1), 3)}, "do not divide"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            split_world(roles, launch, None, "cpu", TimeoutConfig())
+        assert not dist.is_initialized()
