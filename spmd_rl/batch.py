@@ -10,7 +10,6 @@ from tensordict import tensorclass
 from torch import Tensor
 
 
-
 @dataclass(frozen=True)
 class Sampling:
     """How to draw completions. `temperature` 0 is greedy; its log-probs are then reported at temperature 1."""

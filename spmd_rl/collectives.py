@@ -7,8 +7,8 @@ that differs is named at once; without it, its tail is shown when a collective f
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Iterator, Sequence
 
 import torch
 import torch.distributed as dist

@@ -314,7 +314,4 @@ def reasoning_gym(task: str, size: int = 500, seed: int = 0, **kwargs: Any) -> l
     `reasoning_gym`, which reads `entry`. Raises ImportError that names the extra to install."""
     gym = _package("reasoning_gym", "tasks")
     entries = gym.create_dataset(task, size=size, seed=seed, **kwargs)
-    return [
-        {"prompt": entry["question"], "answer": entry["answer"], "data_source": task, "entry": entry}
-        for entry in entries
-    ]
+    return [{"prompt": entry["question"], "answer": entry["answer"], "data_source": task, "entry": entry} for entry in entries]

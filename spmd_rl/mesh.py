@@ -7,10 +7,11 @@ believes that it is alone. `split_world` runs once, on every rank, before any en
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import combinations
-from typing import Mapping, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -118,7 +119,9 @@ def split_world(roles: Mapping[str, Role], launch: Launch, store: dist.Store, de
     for one, other in combinations(cells, 2):
         union = tuple(sorted(one + other))
         slow = dist.new_group(list(union), backend="gloo", timeout=phase)
-        bridges[union] = Bridge(union, slow, slow if device == "cpu" else dist.new_group(list(union), backend=backend, timeout=collective))
+        bridges[union] = Bridge(
+            union, slow, slow if device == "cpu" else dist.new_group(list(union), backend=backend, timeout=collective)
+        )
     index = next(i for i, cell in enumerate(cells) if launch.rank in cell)
     _reroot(bridges[cells[index]].payload, index, cells[index], launch)
     here = torch.device("cpu")
@@ -130,8 +133,7 @@ def split_world(roles: Mapping[str, Role], launch: Launch, store: dist.Store, de
         if role not in layouts:
             layouts[role] = _axis_groups(role, launch.rank, backend, collective)
     meshes = {
-        name: RoleMesh(role.ranks, role.num_replicas, launch.rank, here, *layouts[role], bridges)
-        for name, role in roles.items()
+        name: RoleMesh(role.ranks, role.num_replicas, launch.rank, here, *layouts[role], bridges) for name, role in roles.items()
     }
     return World(launch.rank, launch.world_size, here, control, meshes)
 

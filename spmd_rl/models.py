@@ -37,8 +37,7 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 TINY_SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 TINY_CHARS = "\n" + "".join(chr(c) for c in range(32, 127) if chr(c) not in "\\^`~")
 TINY_TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% else %}>{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% else %}>{% endif %}{% endfor %}"
 )
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -98,10 +98,7 @@ def regex(samples: list[Sample], pattern: str) -> list[float]:
 def overlap(samples: list[Sample]) -> list[float]:
     """Fraction of the completion's characters, blanks aside, that occur in the answer; 0 for an empty completion."""
     texts = ["".join(s.completion.split()) for s in samples]
-    return [
-        sum(c in str(_answer(s)) for c in text) / len(text) if text else 0.0
-        for s, text in zip(samples, texts, strict=True)
-    ]
+    return [sum(c in str(_answer(s)) for c in text) / len(text) if text else 0.0 for s, text in zip(samples, texts, strict=True)]
 
 
 def math_verify(samples: list[Sample]) -> list[float]:
@@ -271,9 +268,7 @@ class RewardPool:
     def __init__(self, config: RewardConfig):
         self.config = config
         path = [os.path.abspath(entry) for entry in sys.path]  # '' is the current folder, also after a chdir
-        self._pool = ProcessPool(
-            config.workers, initializer=_start_worker, initargs=(config, path), context=_WorkerContext()
-        )
+        self._pool = ProcessPool(config.workers, initializer=_start_worker, initargs=(config, path), context=_WorkerContext())
 
     def check(self, rows: list[dict] | tuple = ()) -> None:
         """Raises ValueError with every problem of the configuration and of the `rows`' answers. Calls no reward."""

@@ -20,7 +20,9 @@ from spmd_rl.rewards import RewardPool, Sample, Scores
 class Scorer:
     """Scores the samples of one source of prompts on this rank. `take()` hands over what was found since the last time."""
 
-    def __init__(self, config: RewardConfig, pool: RewardPool, source: PromptSource, decode: Callable[[list[int]], str], prefix: str):
+    def __init__(
+        self, config: RewardConfig, pool: RewardPool, source: PromptSource, decode: Callable[[list[int]], str], prefix: str
+    ):
         self.config, self.pool, self.source, self.decode, self.prefix = config, pool, source, decode, prefix
         self.stats: Stats = {}
         self.shown: list[dict] = []
@@ -41,7 +43,9 @@ class Scorer:
             for message in scores.messages:
                 sys.stderr.write(f"[spmd_rl] {message}\n")
             for sample, reward in list(zip(samples, scores.rewards))[:rows_shown]:
-                self.shown.append({"prompt": sample.prompt, "response": sample.completion, "reward": reward, "answer": sample.answer})
+                self.shown.append(
+                    {"prompt": sample.prompt, "response": sample.completion, "reward": reward, "answer": sample.answer}
+                )
 
         return score
 
@@ -54,7 +58,11 @@ class Scorer:
         """The rows as rewards see them: texts without special tokens, ids with them."""
         found = []
         rows = zip(
-            batch.input_ids.tolist(), batch.prompt_lengths.tolist(), batch.lengths.tolist(), batch.row.tolist(), batch.truncated.tolist()
+            batch.input_ids.tolist(),
+            batch.prompt_lengths.tolist(),
+            batch.lengths.tolist(),
+            batch.row.tolist(),
+            batch.truncated.tolist(),
         )
         for ids, prompt, end, index, truncated in rows:
             row = self.source.rows[index]

@@ -1,8 +1,8 @@
 """The entry: compose -> validate -> split_world -> assemble -> fit.
 
-    torchrun --nproc-per-node 8 -m spmd_rl.train algorithm=grpo trainer.total_steps=100
-    srun python -m spmd_rl.train ...        # the same, without torchrun
-    python -m spmd_rl.train ...             # one process
+torchrun --nproc-per-node 8 -m spmd_rl.train algorithm=grpo trainer.total_steps=100
+srun python -m spmd_rl.train ...        # the same, without torchrun
+python -m spmd_rl.train ...             # one process
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Callable
 
 from spmd_rl.batch import Batch, Sampling
 from spmd_rl.checkpoint import find_resume, save_step
@@ -110,7 +110,9 @@ class RLTrainer:
             return {}
         source, scorer = self.validation
         config = self.config.trainer
-        sampling = replace(self.sampling, n=config.val_n, temperature=config.val_temperature if config.val_n > 1 else 0.0, purpose="validation")
+        sampling = replace(
+            self.sampling, n=config.val_n, temperature=config.val_temperature if config.val_n > 1 else 0.0, purpose="validation"
+        )
         with self.phases("validate"):
             samples = self.rollout.generate(shard_prompts(source.validation(), self.rollout.mesh), sampling, 0)
             samples.score(scorer.bind(step, sampling.max_tokens, 0))
@@ -151,7 +153,9 @@ class RLTrainer:
             folder, state = found
             for field, now in (("data", self.source.fingerprint), ("seed", self.config.trainer.seed)):
                 if state[field] != now:
-                    raise ValueError(f"trainer.resume: {folder} was made with another {field} ({state[field]}, now {now}) - set trainer.resume=never")
+                    raise ValueError(
+                        f"trainer.resume: {folder} was made with another {field} ({state[field]}, now {now}) - set trainer.resume=never"
+                    )
             start = state["step"]
             for role in self._trained():
                 role.load(folder)

@@ -38,7 +38,11 @@ def typed(raw: dict[str, Any]) -> tuple[Config, list[str]]:
     for path, value in _leaves(raw, schema):
         parent, _, key = path.rpartition(".")
         node = OmegaConf.select(schema, parent) if parent else schema
-        if not isinstance(node, DictConfig) or (OmegaConf.is_struct(node) or is_dataclass(OmegaConf.get_type(node))) and key not in node:
+        if (
+            not isinstance(node, DictConfig)
+            or (OmegaConf.is_struct(node) or is_dataclass(OmegaConf.get_type(node)))
+            and key not in node
+        ):
             known = list(node) if isinstance(node, DictConfig) else []
             problems.append(f"{path}: unknown key{closest(key, known)} - set one of {', '.join(map(str, known))}")
             continue
@@ -185,7 +189,9 @@ def _value_problems(config: Config) -> list[str]:
         "trainer.sample_rows algorithm.kl_coef algorithm.clip_ratio critic.optimizer.learning_rate",
     }  # fmt: skip
     for least, paths in at_least.items():
-        problems += [f"{p}: {_get(config, p)} is too small - set at least {least}" for p in paths.split() if _get(config, p) < least]
+        problems += [
+            f"{p}: {_get(config, p)} is too small - set at least {least}" for p in paths.split() if _get(config, p) < least
+        ]
     if config.rollout.temperature == 0:
         problems.append("rollout.temperature: 0 draws the same sample n times - set a positive temperature to train")
     if config.rollout.min_response_tokens > config.rollout.max_response_tokens:
@@ -198,7 +204,9 @@ def _value_problems(config: Config) -> list[str]:
     if config.optimizer.total_steps is None and config.optimizer.warmup_steps > (
         total := config.trainer.total_steps * updates_per_step(config.algorithm)
     ):
-        problems.append(f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is over the {total} updates of the run - lower it")
+        problems.append(
+            f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is over the {total} updates of the run - lower it"
+        )
     return problems
 
 
@@ -223,7 +231,9 @@ def _batch_problems(config: Config, replicas: dict[str, int]) -> list[str]:
             f"({config.data.max_prompt_tokens} + {config.rollout.max_response_tokens}) - set at least {longest}"
         )
     if n == 1 and config.algorithm.advantage in ("grpo", "rloo"):
-        problems.append(f"rollout.n: {config.algorithm.advantage} compares the samples of a prompt, and there is 1 - set at least 2")
+        problems.append(
+            f"rollout.n: {config.algorithm.advantage} compares the samples of a prompt, and there is 1 - set at least 2"
+        )
     return problems
 
 

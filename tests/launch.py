@@ -61,7 +61,9 @@ def spmd(world_size: int, timeout: float = 300):
                 command = ["-m", "tests.launch", ".".join(path.parts), body.__name__, folder]
                 ranks = start_ranks(command, world_size, Path(folder))
                 codes = wait_ranks(ranks, timeout)
-                tails = "\n".join(f"--- rank {i}: exit code {c}\n{out.read_text()[-4000:]}" for i, (c, (_, out)) in enumerate(zip(codes, ranks)))
+                tails = "\n".join(
+                    f"--- rank {i}: exit code {c}\n{out.read_text()[-4000:]}" for i, (c, (_, out)) in enumerate(zip(codes, ranks))
+                )
                 assert codes == [0] * world_size, tails
 
         test.body = body

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Iterator
 
 import torch
 import torch.distributed.checkpoint as dcp

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
 
 import torch
 from safetensors import safe_open
@@ -91,7 +91,9 @@ class FSDPEngine(EagerEngine):
                 reduce_dtype=torch.float32,
                 cast_forward_inputs=False,
             ),
-            "offload_policy": CPUOffloadPolicy(pin_memory=self.mesh.device.type == "cuda") if self.config.offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.mesh.device.type == "cuda")
+            if self.config.offload
+            else OffloadPolicy(),
         }
         for layer in self.module.lm.base_model.layers:
             fully_shard(layer, **options)
@@ -190,7 +192,9 @@ def _fill_buffers(lm: nn.Module) -> None:
             try:
                 fresh = type(part)(lm.config)
             except TypeError as error:
-                raise ValueError(f"model.path: buffers {sorted(lost)} of {name} ({type(part).__name__}) cannot be rebuilt") from error
+                raise ValueError(
+                    f"model.path: buffers {sorted(lost)} of {name} ({type(part).__name__}) cannot be rebuilt"
+                ) from error
             for buffer in lost:
                 vars(part)["_buffers"][buffer].copy_(vars(fresh)["_buffers"][buffer])
     lm.tie_weights()

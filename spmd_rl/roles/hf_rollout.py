@@ -138,6 +138,7 @@ def draw(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, 
     else:
         block, rest = _invert(sums, uniforms * total)
         tokens = block * BLOCK + _invert(blocks[rows, block].double(), rest)[0]
+        tokens.clamp_(max=logits.shape[-1] - 1)  # NaN is found nowhere
     return tokens, (weights[rows, tokens].double() / total).log().float()
 
 
@@ -175,9 +176,10 @@ class HFRollout:
         ids = prompts.input_ids.new_zeros(num_rows, width)
         drawn = Drawn(ids, ids.float(), ids.new_zeros(num_rows), ids.new_zeros(num_rows, dtype=torch.bool))
         uniforms = self._uniforms(prompts.uid.tolist(), sampling, step)
+        by_length = prompts.lengths.argsort(descending=True)
         with torch.inference_mode():
-            # Longest first, so that prompts padded to each other are of like length
-            for chunk in prompts.lengths.argsort(descending=True).split(max(1, self.config.max_batch_rows // n)):
+            # Prompts padded to each other are of like length; `split` of nothing gives one empty piece
+            for chunk in by_length.split(max(1, self.config.max_batch_rows // n)) if num_rows else ():
                 prefix = self._prefill(prompts.input_ids[chunk], prompts.lengths[chunk])
                 rows = (chunk.unsqueeze(1) * n + torch.arange(n, device=self.device)).flatten()
                 owner = torch.arange(len(chunk), device=self.device).repeat_interleave(n)
@@ -279,8 +281,7 @@ class HFRollout:
     def _batch(self, prompts: Prompts, sampling: Sampling, drawn: Drawn) -> Batch:
         n, num_rows = sampling.n, len(drawn.counts)
         prompt_ids, prompt_lengths, uid, row, data_source = (
-            x.repeat_interleave(n, 0)
-            for x in (prompts.input_ids, prompts.lengths, prompts.uid, prompts.row, prompts.data_source)
+            x.repeat_interleave(n, 0) for x in (prompts.input_ids, prompts.lengths, prompts.uid, prompts.row, prompts.data_source)
         )
         lengths = prompt_lengths + drawn.counts
         width = max(lengths.tolist(), default=0)

@@ -7,8 +7,6 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from tests.helpers import make_rows
-from tests.launch import spmd
 
 from spmd_rl import collectives
 from spmd_rl.batch import fields_of
@@ -17,6 +15,8 @@ from spmd_rl.launch import detect_launch
 from spmd_rl.mesh import Role, close_world, open_store, split_world
 from spmd_rl.metrics import Max, Mean, Sum
 from spmd_rl.placed import Placed, WeightStream, shard_prompts, traffic
+from tests.helpers import make_rows
+from tests.launch import spmd
 
 GROUPS = [(5, [4, 1, 7]), (9, [3, 3]), (2, [6]), (1, [2, 5]), (4, [9, 9, 9])]
 
@@ -95,7 +95,11 @@ def test_split(folder):
     actor, rollout = world.meshes["actor"], world.meshes["rollout"]
     assert dist.get_world_size() == 2
     assert dist.get_rank() == world.rank % 2
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == (str(world.rank % 2), "2", str(world.rank % 2))
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == (
+        str(world.rank % 2),
+        "2",
+        str(world.rank % 2),
+    )
     assert dist.get_process_group_ranks(None) == [0, 1]
     t = torch.tensor([float(world.rank)])
     dist.broadcast(t, src=1)

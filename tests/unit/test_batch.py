@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from tests.helpers import make_rows
 
 from spmd_rl.batch import Sampling, pick_mini_batch, plan_balance, plan_micro_batches, sample_seed, sort_rows
+from tests.helpers import make_rows
 
 
 def rows(*lengths):

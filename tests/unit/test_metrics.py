@@ -36,9 +36,7 @@ def test_a_mean_over_uneven_parts_is_the_mean_of_all():
 
 
 def test_tensors_and_floats_mix_in_float64():
-    mixed = add_stats(
-        {"x": Sum(torch.tensor(2.0**24)), "m": Max(-math.inf)}, {"x": Sum(1.0), "m": Max(torch.tensor(3))}
-    )
+    mixed = add_stats({"x": Sum(torch.tensor(2.0**24)), "m": Max(-math.inf)}, {"x": Sum(1.0), "m": Max(torch.tensor(3))})
     assert values(mixed) == {"x": 2.0**24 + 1, "m": 3.0}  # float32 would drop the 1
 
 
@@ -191,9 +189,7 @@ class Terminal(io.StringIO):
         return True
 
 
-ROWS = [
-    {"prompt": "system text " * 30 + "What is 2+3?\n", "response": "[bold]5[/nope]\x1b[31m " + "y" * 400, "reward": 1}
-]
+ROWS = [{"prompt": "system text " * 30 + "What is 2+3?\n", "response": "[bold]5[/nope]\x1b[31m " + "y" * 400, "reward": 1}]
 STEP = {"reward/mean": 0.51234, "response/length_mean": 24.0, "response/truncated_fraction": 0.25, "time/step": 2.0}
 
 
@@ -205,9 +201,7 @@ def test_console_in_a_log_is_one_plain_line_a_step(monkeypatch):
     console.samples(6, [])
     console.close()
     line, *table = out.getvalue().splitlines()
-    assert line.startswith(
-        "step 6/10  reward 0.512  length 24.0  cut 25%  grad nan  s/step 2.00  samp/s 100.0  val 50.0%"
-    )
+    assert line.startswith("step 6/10  reward 0.512  length 24.0  cut 25%  grad nan  s/step 2.00  samp/s 100.0  val 50.0%")
     assert line.endswith("eta 0:00:00")
     assert "\x1b" not in out.getvalue()
     assert {len(row) for row in table[1:]} == {120} and table[-2].endswith("│      1 │")
@@ -271,9 +265,7 @@ def test_a_missing_package_names_its_extra(tmp_path, monkeypatch, package, flag)
 
 
 def test_make_writers_follows_the_config(tmp_path):
-    writers = metrics.make_writers(
-        LoggerConfig(tensorboard=True), tmp_path, total_steps=10, resume_step=0, config_dict={}
-    )
+    writers = metrics.make_writers(LoggerConfig(tensorboard=True), tmp_path, total_steps=10, resume_step=0, config_dict={})
     for writer in writers:
         writer.write(1, STEP)
         writer.samples(1, ROWS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers import make_rows, tiny_config
 from transformers import AutoModelForCausalLM
 
 from spmd_rl.engine.attention import NAME, block_mask, blocks_attention, register_attention
 from spmd_rl.engine.logprob import token_log_probs
 from spmd_rl.engine.packing import Block, pack
+from tests.helpers import make_rows, tiny_config
 
 CPU = torch.device("cpu")
 MODELS = ["llama", "qwen2", "qwen3", "qwen3_moe"]
