@@ -14,13 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
 
 from spmd_rl.collectives import barrier, broadcast_object
 from spmd_rl.mesh import World
+from spmd_rl.placed import WeightStream
 
 STEP = re.compile(r"step_(\d{6,})$")
 STATE = "state.json"
+SHARD_BYTES = 2 << 30
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def step_folders(root: Path) -> list[tuple[int, Path]]:
@@ -76,6 +82,46 @@ def find_resume(world: World, root: Path, resume: str) -> tuple[Path, dict[str, 
     if isinstance(chosen, ValueError):
         raise chosen
     return None if chosen is None else (chosen, json.loads((chosen / STATE).read_text()))
+
+
+def export_hf(stream: WeightStream, source: Path, target: Path, dtype: str) -> None:
+    """Collective over the stream's mesh: a Hugging Face folder of the weights, with the config and tokenizer of `source`.
+
+    Written beside its name, one shard of SHARD_BYTES in memory at a time, by the mesh's first rank, and then renamed."""
+    if not stream.mesh.here or stream.mesh.ranks[0] != stream.mesh.world_rank:
+        for _ in stream:
+            pass
+        return
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_file() and ".safetensors" not in path.name:
+            shutil.copy(path, partial)
+    config = json.loads((source / "config.json").read_text())
+    (partial / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2))
+    where: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        name = f"model-{len(set(where.values())) + 1:05d}.safetensors"
+        save_file(shard, partial / name, metadata={"format": "pt"})
+        where.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, tensor in stream:
+        if size and size + tensor.nbytes > SHARD_BYTES:
+            flush()
+            size = 0
+        shard[name] = tensor.to("cpu", DTYPES[dtype], copy=True).contiguous()
+        size += tensor.nbytes
+        total += shard[name].nbytes
+    flush()
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
 
 
 def on_first(world: World, function: Callable[[], Any], name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
@@ -54,7 +55,7 @@ class Placed(Generic[T]):
             uids = torch.cat(gather_rows(self.local.uid[:, None], bridge.control, "mini_batches.uids")).flatten().tolist()
         for epoch in range(epochs):
             for chosen in pick_mini_batch(uids, num_mini_batches, f"{seed}/{epoch}"):
-                yield self.map(lambda b: b[torch.tensor([u in chosen for u in b.uid.tolist()], dtype=torch.bool)]).to(self.mesh)
+                yield self.map(partial(_rows_of, chosen)).to(self.mesh)
 
     def score(self: Placed[Batch], scorer: Callable[[Batch], None]) -> Placed[Batch]:
         """Collective over a replica: lane 0 runs `scorer`, which sets `rewards` and may narrow `response_mask`."""
@@ -64,6 +65,10 @@ class Placed(Generic[T]):
             found = (self.local.rewards, self.local.response_mask)
             self.local.rewards, self.local.response_mask = broadcast_object(found, 0, self.mesh.lane_group, "score")
         return self
+
+
+def _rows_of(uids: set[int], batch: Batch) -> Batch:
+    return batch[torch.tensor([uid in uids for uid in batch.uid.tolist()], dtype=torch.bool)]
 
 
 def shard_prompts(prompts: Prompts, mesh: RoleMesh) -> Placed[Prompts]:

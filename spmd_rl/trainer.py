@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from spmd_rl.batch import Batch, Sampling
-from spmd_rl.checkpoint import find_resume, save_step
+from spmd_rl.checkpoint import export_hf, find_resume, save_step
 from spmd_rl.collectives import agree, gather_objects, reduce_stats
 from spmd_rl.config import ADVANTAGES, Config, resolve
 from spmd_rl.data import PromptSource
@@ -42,6 +42,7 @@ class RLTrainer:
         self.config, self.world = config, world
         self.actor, self.rollout = roles.actor_worker, roles.rollout
         self.ref, self.critic = roles.ref_worker, roles.critic_worker
+        self.model_folder = Path(roles.model.folder)
         self.source, self.scorer, self.validation, self.sampling = source, scorer, validation, sampling
         self.phases, self.stopping = Phases(), False
         algorithm = config.algorithm
@@ -68,6 +69,8 @@ class RLTrainer:
                 self.save(step + 1)
             if stop:
                 break
+        if config.export_hf:
+            export_hf(self.actor.weights(), self.model_folder, Path(config.run_dir) / "hf", self.config.engine.dtype)
         for writer in self.writers:
             writer.close()
 
@@ -154,7 +157,7 @@ class RLTrainer:
             for field, now in (("data", self.source.fingerprint), ("seed", self.config.trainer.seed)):
                 if state[field] != now:
                     raise ValueError(
-                        f"trainer.resume: {folder} was made with another {field} ({state[field]}, now {now}) - set trainer.resume=never"
+                        f"trainer.resume: {folder} has another {field} ({state[field]}, now {now}) - set trainer.resume=never"
                     )
             start = state["step"]
             for role in self._trained():

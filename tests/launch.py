@@ -25,7 +25,8 @@ def free_port() -> int:
 def start_ranks(command: list[str], world_size: int, folder: Path, **env: str) -> list[tuple[subprocess.Popen, Path]]:
     """One process a rank, with the variables that torchrun would set; each writes to its own file."""
     shared = os.environ | {
-        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
     } | env  # fmt: skip
     ranks = []

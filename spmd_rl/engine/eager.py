@@ -198,7 +198,7 @@ class EagerEngine(BaseEngine):
             plain = difference(shared=False)
             if not plain <= tolerance:
                 raise ValueError(
-                    f"model.path: packed log-probs of this {self.module.lm.config.model_type} model are off by {plain:.2g} nats from "
+                    f"model.path: packed log-probs of this {self.module.lm.config.model_type} model are {plain:.2g} nats off "
                     f"its own logits (limit {tolerance}): its attention or head is not one that can be packed - use another model"
                 )
             if self.shared_prompt and not difference(shared=True) <= tolerance:

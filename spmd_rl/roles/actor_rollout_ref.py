@@ -16,6 +16,7 @@ class ActorRolloutRefWorker:
     """`.actor_worker`, `.rollout`, `.ref_worker` (only where a KL term asks for it), `.critic_worker` (only for gae)."""
 
     def __init__(self, config: Config, world: World, model: RolloutModel):
+        self.model = model
         algorithm = config.algorithm
         common = {
             "engine": config.engine,
