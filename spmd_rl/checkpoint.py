@@ -23,7 +23,7 @@ from spmd_rl.collectives import barrier, broadcast_object
 from spmd_rl.mesh import World
 from spmd_rl.placed import WeightStream
 
-STEP = re.compile(r"step_(\d{6,})$")
+STEP = re.compile(r"step_(\d{6,})(\.partial)?")
 STATE = "state.json"
 SHARD_BYTES = 2 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -31,14 +31,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def step_folders(root: Path) -> list[tuple[int, Path]]:
     """Step folders under `root`, oldest first, complete or not."""
-    found = [(int(m[1]), path) for path in root.glob("step_*") if (m := STEP.search(path.name)) and path.is_dir()]
-    return sorted(found)
+    return sorted((int(m[1]), path) for path in root.glob("step_*") if (m := STEP.fullmatch(path.name)) and path.is_dir())
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether it can be loaded: written by every rank, committed, and not half removed."""
+    return folder.suffix != ".partial" and (folder / STATE).exists()
 
 
 def save_step(world: World, root: Path, step: int, save: Callable[[Path], None], state: dict[str, Any], keep: int) -> None:
-    """Collective over the world: every role saves into a fresh folder; rank 0 commits it, then removes old ones.
+    """Collective over the world: every role saves into a fresh folder; rank 0 commits it and removes all but the last.
 
-    `keep`: complete steps that stay; never fewer than one."""
+    `keep`: complete steps that stay, at least one. Later ones are of an earlier run in this folder, and go too."""
     target, partial = root / f"step_{step:06d}", root / f"step_{step:06d}.partial"
     on_first(world, lambda: (shutil.rmtree(partial, ignore_errors=True), partial.mkdir(parents=True)), "checkpoint.open")
     save(partial)
@@ -49,12 +53,13 @@ def save_step(world: World, root: Path, step: int, save: Callable[[Path], None],
         for path in partial.rglob("*"):
             _sync(path)
         if target.exists():
-            shutil.rmtree(target)
+            _remove(target)
         partial.rename(target)
         _sync(root)
-        complete = [path for _, path in step_folders(root) if (path / STATE).exists()]
-        for old in complete[: -max(keep, 1)]:
-            shutil.rmtree(old)
+        mine = [path for at, path in step_folders(root) if at <= step and is_complete(path)]
+        for _, path in step_folders(root):
+            if path not in mine[-max(keep, 1) :]:
+                _remove(path)
 
     on_first(world, commit, "checkpoint.commit")
 
@@ -69,13 +74,13 @@ def find_resume(world: World, root: Path, resume: str) -> tuple[Path, dict[str, 
         if resume == "never":
             return None
         if resume != "auto":
-            if not (Path(resume) / STATE).exists():
+            if not is_complete(Path(resume)):
                 return ValueError(f"trainer.resume: '{resume}' is no complete step folder (it lacks {STATE}) - name one, or 'auto'")
             return Path(resume)
-        for step, path in reversed(step_folders(root)):
-            if (path / STATE).exists():
+        for _, path in reversed(step_folders(root)):
+            if is_complete(path):
                 return path
-            sys.stderr.write(f"[spmd_rl] step {step} in {path} is incomplete: going on from an earlier one\n")
+            sys.stderr.write(f"[spmd_rl] {path} is incomplete: going on from an earlier step\n")
         return None
 
     chosen = on_first(world, choose, "checkpoint.find")
@@ -127,6 +132,11 @@ def export_hf(stream: WeightStream, source: Path, target: Path, dtype: str) -> N
 def on_first(world: World, function: Callable[[], Any], name: str) -> Any:
     """Collective over the world: what `function` returns on rank 0, on every rank."""
     return broadcast_object(function() if dist.get_rank(world.control) == 0 else None, 0, world.control, name)
+
+
+def _remove(folder: Path) -> None:
+    (folder / STATE).unlink(missing_ok=True)  # first: what is half removed must not look complete
+    shutil.rmtree(folder)
 
 
 def _sync(path: Path) -> None:

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,19 @@ def _srun(env: dict[str, str]) -> Launch:
 def _first_address(nodes: str, num_nodes: int) -> str:
     if num_nodes == 1:
         return "127.0.0.1"
-    names = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True).stdout
-    shown = subprocess.run(["scontrol", "show", "node", names.split()[0], "-o"], capture_output=True, text=True, check=True)
-    address = next((word[9:] for word in shown.stdout.split() if word.startswith("NodeAddr=")), "")
+    try:
+        first = _scontrol("hostnames", nodes).split()[0]
+        words = _scontrol("node", first, "-o").split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(f"srun: scontrol does not say which node is first of {nodes} ({error}) - set MASTER_ADDR to it") from error
+    address = next((word[9:] for word in words if word.startswith("NodeAddr=")), "")
     if not address:
-        raise ValueError(f"scontrol names no address for node {names.split()[0]} - set MASTER_ADDR")
+        raise ValueError(f"srun: scontrol names no address for node {first} - set MASTER_ADDR to it")
     return address
+
+
+def _scontrol(*what: str) -> str:
+    return subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=True).stdout
 
 
 class AbortWatch:
@@ -108,8 +115,14 @@ class AbortWatch:
         if first:
             sys.stderr.write(f"\n[spmd_rl] {text}\n" + "".join(traceback.format_exception(error)))
             sys.stderr.flush()
-            time.sleep(2 * self.poll_s)  # a store hosted here must outlive the others' next look
         return first
+
+    def leave(self, first: bool) -> NoReturn:
+        """Ends this process at once: a thread of a broken group may never end."""
+        sys.stdout.flush()
+        if first:
+            time.sleep(2 * self.poll_s)  # a store hosted here must outlive the others' next look
+        os._exit(1)
 
     def close(self) -> None:
         self.stopped.set()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,8 +26,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from spmd_rl.batch import Sampling
-from spmd_rl.collectives import compare_ledgers
-from spmd_rl.config import Config, ConfigError
+from spmd_rl.collectives import compare_ledgers, gather_objects
+from spmd_rl.config import Config, ConfigError, TrainerConfig
 from spmd_rl.data import PromptSource
 from spmd_rl.launch import AbortWatch, Launch, detect_launch
 from spmd_rl.mesh import Role, World, close_world, open_store, split_world
@@ -37,7 +38,7 @@ from spmd_rl.roles.actor_rollout_ref import ActorRolloutRefWorker
 from spmd_rl.roles.server_adapter import RolloutModel
 from spmd_rl.scoring import Scorer
 from spmd_rl.trainer import RLTrainer
-from spmd_rl.validation import parse_placement, replica_width, typed, validate
+from spmd_rl.validation import parse_placement, replica_width, typed, unknown, validate
 
 CONFIG_ERROR = 2  # exit code, and `code` in the run's status.json
 
@@ -63,16 +64,22 @@ def compose_config(name: str, folder: Path | None, overrides: list[str]) -> tupl
     ours = config_folder()
     known = groups(ours, *([folder] if folder else []))
     changes = [f"hydra.searchpath=[file://{ours}]"] if folder else []
+    wrong = []
     for override in overrides:
-        key = override.partition("=")[0]
+        key, _, choice = override.partition("=")
+        if re.fullmatch(r"[\w.-]+", choice) and choice not in known.get(key, [choice]):
+            wrong.append(unknown(key, choice, known[key]))
         plain = key.split("@")[0] not in known and override[:1] not in "+~"
         changes.append("++" + override if plain else override)  # an unknown key is for `typed` to name
+    if wrong:
+        raise ConfigError("\n".join(wrong))
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str((folder or ours).resolve()), version_base=None):
             raw = OmegaConf.to_container(compose(name, overrides=changes), resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"config: {str(error).strip()} - see --help for the groups and their choices") from error
+        what = " ".join(str(error).partition("Config search path")[0].split())
+        raise ConfigError(f"config: {what} - see --help for the groups and their choices") from error
     config, problems = typed(raw)
     return resolve_auto(config), problems
 
@@ -106,11 +113,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    launch = detect_launch()
+    try:
+        launch = detect_launch()
+    except ValueError as error:
+        if os.environ.get("SLURM_PROCID", "0") == "0":
+            sys.stderr.write(f"[spmd_rl] {error}\n")
+        return CONFIG_ERROR
     try:
         config, problems = compose_config(args.config_name, args.config_dir, args.overrides)
     except ConfigError as error:
-        return refuse(Path("outputs/run"), launch, [str(error)])
+        named = [o.removeprefix("trainer.run_dir=") for o in args.overrides if o.startswith("trainer.run_dir=")]
+        return refuse(Path([TrainerConfig().run_dir, *named][-1]), launch, [str(error)])
     if args.help or args.cfg:
         show(args, config, launch)
         return 0
@@ -121,11 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     if problems:
         return refuse(run_dir, launch, problems)
     transformers_logging.disable_progress_bar()
-    try:
-        parts = prepare(config)
-    except (ValueError, ImportError, OSError) as error:
-        return refuse(run_dir, launch, [str(error)])
-    return run(config, launch, parts, run_dir)
+    return run(config, launch, run_dir)
 
 
 def show(args: argparse.Namespace, config: Config, launch: Launch) -> None:
@@ -158,7 +167,7 @@ def write_status(run_dir: Path, code: int, state: str, **more: Any) -> None:
 
 
 class Parts:
-    """What is made before any process group: model files, tokenizer, data. All ranks make the same."""
+    """What every rank makes alike: model files, tokenizer, data."""
 
     def __init__(self, config: Config):
         folder = resolve_model(config.model.path)
@@ -177,28 +186,53 @@ def prepare(config: Config) -> Parts:
     return Parts(config)
 
 
-def run(config: Config, launch: Launch, parts: Parts, run_dir: Path) -> int:
+def run(config: Config, launch: Launch, run_dir: Path) -> int:
+    """Collective over every rank; the exit code. Where a rank fails, the processes of all end here."""
     store = open_store(launch, config.timeouts)
     watch = AbortWatch(lambda: open_store(launch, config.timeouts), launch.rank) if launch.world_size > 1 else None
     try:
-        placement, _ = parse_placement(config, launch.world_size)
-        roles = {name: Role(ranks, len(ranks) // replica_width(config, name)) for name, ranks in placement.items()}
-        world = split_world(roles, launch, store, config.trainer.device, config.timeouts)
-        fit(config, launch, world, parts, run_dir)
-        close_world(world)
+        code = job(config, launch, store, run_dir)
     except BaseException as error:
         first = watch.report(error) if watch else True
         if first:
             write_status(run_dir, 1, "failed", rank=launch.rank, error=f"{type(error).__name__}: {error}")
         if not watch:
             raise
-        sys.stdout.flush()
-        os._exit(1)  # a thread of a broken group may never end
+        watch.leave(first)
     if watch:
         watch.close()
+    return code
+
+
+def job(config: Config, launch: Launch, store: Any, run_dir: Path) -> int:
+    """Collective over every rank; the exit code."""
+    parts, problem = None, None
+    try:
+        parts = prepare(config)
+    except (ValueError, ImportError, OSError) as error:
+        problem = str(error)
+    placement, _ = parse_placement(config, launch.world_size)
+    roles = {name: Role(ranks, len(ranks) // replica_width(config, name)) for name, ranks in placement.items()}
+    world = split_world(roles, launch, store, config.trainer.device, config.timeouts)
+    problems = shared_problems(problem, world)
+    if parts and not problems:
+        fit(config, launch, world, parts, run_dir)
+    close_world(world)
+    if problems:
+        return refuse(run_dir, launch, problems)
     if launch.rank == 0:
         write_status(run_dir, 0, "done")
     return 0
+
+
+def shared_problems(problem: str | None, world: World) -> list[str]:
+    """Collective over the world: what any rank lacks, each thing once; where not all lack it, the first rank is named."""
+    found = gather_objects(problem, world.control, "prepare")
+    return [
+        text if found.count(text) == world.size else f"rank {found.index(text)}: {text}"
+        for text in dict.fromkeys(found)
+        if text is not None
+    ]
 
 
 def fit(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Path) -> None:
@@ -244,12 +278,18 @@ def writers(config: Config, launch: Launch, run_dir: Path, start: int) -> list:
     return make_writers(config.logger, run_dir, config.trainer.total_steps, start + 1 if start else 0, asdict(config))
 
 
+def cpu_has_bf16() -> bool:
+    return any(torch.cpu.get_capabilities().get(flag) for flag in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+
+
 def introduce(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Path) -> None:
     """What starts where: printed once, and the configuration kept beside the run."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
     write_status(run_dir, -1, "running")
     print(f"[spmd_rl] {launch}; {config.trainer.device}, {config.engine.backend} in {config.engine.dtype}; run folder {run_dir}")
+    if config.trainer.device == "cpu" and "bfloat16" in (config.engine.dtype, config.rollout.dtype) and not cpu_has_bf16():
+        print("[spmd_rl] this CPU has no bfloat16 instructions: float32 is several times faster here (engine.dtype=float32)")
     for name, mesh in world.meshes.items():
         print(f"[spmd_rl] {name}: ranks {list(mesh.ranks)} as {mesh.num_replicas} replicas of {mesh.width}")
     for source in filter(None, (parts.train, parts.val)):

@@ -5,10 +5,12 @@ Each problem is one line: `field path: what is wrong (values) - what to set`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf, ValidationError
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from spmd_rl.config import (
     ADVANTAGES,
@@ -25,16 +27,24 @@ from spmd_rl.config import (
     resolve,
 )
 
+MISSING = "???"  # Hydra's mark of a value that the user must give
+
 
 def typed(raw: dict[str, Any]) -> tuple[Config, list[str]]:
     """A composed plain dict as a Config, with every unknown key and wrong type as a problem (that key keeps its default)."""
     problems: list[str] = []
     schema = OmegaConf.structured(Config)
-    backend = raw.get("engine", {}).get("backend", "fsdp")
-    try:
-        schema.engine = OmegaConf.structured(resolve(REGISTRY, {}).module(backend).Config)
-    except ValueError as error:
-        problems.append(f"engine.backend: {error}{closest(backend, resolve(REGISTRY, {}).backends())}")
+    engines = resolve(REGISTRY, {})
+    engine = raw.get("engine", {})
+    if not isinstance(engine, dict):
+        problems.append(f"engine: {engine} is no section of keys - set engine.backend and what else it needs")
+        raw = {key: value for key, value in raw.items() if key != "engine"}
+        engine = {}
+    backend = engine.get("backend", "fsdp")
+    if backend in engines.backends():
+        schema.engine = OmegaConf.structured(engines.module(backend).Config)
+    else:
+        problems.append(unknown("engine.backend", backend, engines.backends()))
     for path, value in _leaves(raw, schema):
         parent, _, key = path.rpartition(".")
         node = OmegaConf.select(schema, parent) if parent else schema
@@ -46,9 +56,12 @@ def typed(raw: dict[str, Any]) -> tuple[Config, list[str]]:
             known = list(node) if isinstance(node, DictConfig) else []
             problems.append(f"{path}: unknown key{closest(key, known)} - set one of {', '.join(map(str, known))}")
             continue
+        if value == MISSING:
+            problems.append(f"{path}: has no value ({MISSING}) - set a {_type_name(node, key)}")
+            continue
         try:
             node[key] = value
-        except ValidationError as error:
+        except OmegaConfBaseException as error:
             problems.append(f"{path}: {str(error).splitlines()[0]} - set a {_type_name(node, key)}")
     return OmegaConf.to_object(schema), problems
 
@@ -68,6 +81,10 @@ def _type_name(node: DictConfig, key: str) -> str:
     return str(get_type_hints(OmegaConf.get_type(node))[key]).replace("<class '", "").replace("'>", "")
 
 
+def unknown(path: str, value: Any, allowed: Iterable[str]) -> str:
+    return f"{path}: '{value}' is unknown{closest(value, allowed)} - set one of {', '.join(allowed)}"
+
+
 def needed_roles(config: Config) -> list[str]:
     """actor and rollout always; ref where a KL term asks for it; critic where advantages need values."""
     needs = {"ref": config.algorithm.kl_coef != 0, "critic": config.algorithm.advantage == "gae"}
@@ -79,7 +96,7 @@ def updates_per_step(algorithm: AlgorithmConfig) -> int:
 
 
 def parse_ranks(spec: str, world_size: int) -> tuple[int, ...]:
-    """`all`, `0-3`, `0,2,5` or mixtures `0-2,6`. Raises ValueError."""
+    """`all`, `0-3`, `0,2,5` or mixtures `0-2,6`, as ascending ranks. Raises ValueError."""
     if spec == "all":
         return tuple(range(world_size))
     ranks: list[int] = []
@@ -88,7 +105,7 @@ def parse_ranks(spec: str, world_size: int) -> tuple[int, ...]:
         if not first.isdigit() or (last and not last.isdigit()):
             raise ValueError(f"'{spec}' is no set of ranks - set 'all', a range '0-3', a list '0,2' or a role's name")
         ranks += range(int(first), int(last or first) + 1)
-    return tuple(ranks)
+    return tuple(sorted(ranks))
 
 
 def parse_placement(config: Config, world_size: int) -> tuple[dict[str, tuple[int, ...]], list[str]]:
@@ -99,6 +116,11 @@ def parse_placement(config: Config, world_size: int) -> tuple[dict[str, tuple[in
         while spec in ROLES and spec not in seen:
             seen.append(spec)
             spec = vars(config.placement)[spec]
+        if spec in ROLES:
+            problems.append(
+                f"placement.{role}: {' -> '.join([*seen, spec])} names no ranks - set 'all', '0-3' or '0,2' for one of them"
+            )
+            continue
         try:
             placement[role] = parse_ranks(spec, world_size)
         except ValueError as error:
@@ -162,10 +184,15 @@ def _value_problems(config: Config) -> list[str]:
         "rollout.backend": ROLLOUTS,
     }
     for path, table in tables.items():
+        name = _get(config, path)
         try:
-            resolve(_get(config, path), table)
+            resolve(name, table)
         except (ValueError, ImportError) as error:
-            problems.append(f"{path}: {error}")
+            problems.append(
+                f"{path}: {error} - correct it, or put its module on PYTHONPATH"
+                if ":" in name or name in table
+                else unknown(path, name, [*table, "module:attribute"])
+            )
     choices = {
         "data.over_long": ("error", "drop", "truncate"),
         "engine.dtype": DTYPES,
@@ -180,7 +207,7 @@ def _value_problems(config: Config) -> list[str]:
     }
     for path, allowed in choices.items():
         if (value := _get(config, path)) not in allowed:
-            problems.append(f"{path}: '{value}' is unknown{closest(value, allowed)} - set one of {', '.join(allowed)}")
+            problems.append(unknown(path, value, allowed))
     at_least = {
         1: "data.prompts_per_step data.max_prompt_tokens rollout.n rollout.max_response_tokens rollout.max_batch_rows "
         "algorithm.epochs algorithm.num_mini_batches trainer.total_steps trainer.val_n engine.logprob_chunk",
@@ -217,13 +244,14 @@ def _batch_problems(config: Config, replicas: dict[str, int]) -> list[str]:
     shown = f"{prompts} prompts x {n} samples a step, {minis} mini-batches, {replicas.get('actor')} data-parallel replicas"
     problems = []
     if minis > 0 and prompts % minis:
-        near = sorted({max(minis, prompts // minis * minis), -(-prompts // minis) * minis})
+        least = minis * max(replicas.values(), default=1)
+        near = sorted({max(least, prompts // minis * minis), max(least, -(-prompts // minis) * minis)})
         problems.append(f"data.prompts_per_step: {shown}: {minis} does not divide {prompts} - set {' or '.join(map(str, near))}")
     for role, count in replicas.items():
         if minis > 0 and prompts // minis < count:
             problems.append(
-                f"data.prompts_per_step: {shown}: a mini-batch of {prompts // minis} prompts leaves some of the {count} replicas of "
-                f"{role} without work - set at least {count * minis}"
+                f"data.prompts_per_step: {shown}: a mini-batch of {prompts // minis} prompts leaves some of the {count} replicas "
+                f"of {role} without work - set at least {count * minis}"
             )
     if budget < longest:
         problems.append(

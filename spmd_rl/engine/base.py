@@ -72,12 +72,12 @@ class BaseEngine(ABC):
     @abstractmethod
     def forward_backward_batch(
         self,
-        micro_batches: Sequence[Batch | None],
+        micro_batches: Sequence[Batch],
         loss_function: LossFunction | None,
         forward_only: bool = False,
         with_entropy: bool = False,
     ) -> list[TokenOutput] | Stats:
-        """Runs micro-batches; None is a dummy that adds exactly 0 to everything.
+        """Runs micro-batches; one of 0 rows is a dummy that adds exactly 0 to everything.
 
         `forward_only`: one TokenOutput ([B, T], on the host) each, with 0 rows for a dummy. Else adds to the gradient, which
         is the **sum** over all micro-batches and data-parallel ranks, and returns this replica's summed statistics."""

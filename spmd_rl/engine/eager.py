@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.batch import TokenOutput, make_batch
+from spmd_rl.batch import Batch, TokenOutput, make_batch
 from spmd_rl.engine.attention import NAME
 from spmd_rl.engine.base import BaseEngine, lr_multiplier
 from spmd_rl.engine.hf_names import to_checkpoint
@@ -117,24 +117,30 @@ class EagerEngine(BaseEngine):
         outputs: list[TokenOutput] = []
         stats: Stats = {}
         for i, batch in enumerate(micro_batches):
-            data = dummy_batch() if batch is None else batch
+            data = batch if len(batch) else dummy_batch()
             with nullcontext() if forward_only else self.micro_batch(last=i == len(micro_batches) - 1):
                 packed = pack(data, self.shared_prompt, self.length_multiple, self.mesh.device)
                 tokens, entropy = self.module(packed, with_entropy)
-                output = self._output(packed, tokens, entropy, rows=0 if batch is None else len(data))
+                output = self._output(packed, tokens, entropy) if len(batch) else self._no_output(tokens, batch, with_entropy)
                 if forward_only:
                     outputs.append(TokenOutput(**{k: v if v is None else v.cpu() for k, v in vars(output).items()}))
                     continue
-                loss, more = loss_function(output, (data[:0] if batch is None else data).to(self.mesh.device))
+                loss, more = loss_function(output, batch.to(self.mesh.device))
                 (loss + tokens.sum() * 0).backward()
                 stats = add_stats(stats, more)
         return outputs if forward_only else stats
 
-    def _output(self, packed: Packed, tokens: Tensor, entropy: Tensor | None, rows: int) -> TokenOutput:
-        out = packed.unpack(tokens)[:rows]
+    def _output(self, packed: Packed, tokens: Tensor, entropy: Tensor | None) -> TokenOutput:
         if self.model_config.model_type == "value_model":
-            return TokenOutput(values=out)
-        return TokenOutput(log_probs=out, entropy=None if entropy is None else packed.unpack(entropy)[:rows])
+            return TokenOutput(values=packed.unpack(tokens))
+        return TokenOutput(log_probs=packed.unpack(tokens), entropy=None if entropy is None else packed.unpack(entropy))
+
+    def _no_output(self, tokens: Tensor, batch: Batch, with_entropy: bool) -> TokenOutput:
+        """[0, T]: what a dummy shows its loss."""
+        none = tokens.new_zeros(batch.input_ids.shape)
+        if self.model_config.model_type == "value_model":
+            return TokenOutput(values=none)
+        return TokenOutput(log_probs=none, entropy=none if with_entropy else None)
 
     def optimizer_step(self) -> float:
         parameters = [p for p in self.module.parameters() if p.requires_grad]

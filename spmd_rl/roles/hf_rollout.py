@@ -6,6 +6,7 @@ one preallocated cache. B rows decoding, P prompts, R samples, T tokens, N = max
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -155,6 +156,8 @@ class HFRollout:
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
         self.model.requires_grad_(False).eval().to(device)
+        accepted = inspect.signature(self.model.forward).parameters
+        self.cache_name = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.24
         model_config = self.model.config
         kinds = set(model_config.to_dict().get("layer_types") or ()) - {"full_attention"}
         if kinds:
@@ -245,9 +248,14 @@ class HFRollout:
         itself = torch.eye(width, dtype=torch.bool, device=ids.device)  # padding must see something: no NaN
         allowed = causal & real[:, None, None, :] | itself
         cache = PrefixCache()
-        out = self.model(input_ids=ids.gather(1, positions), attention_mask=self._additive(allowed), use_cache=True,
-                         position_ids=positions, past_key_values=cache, logits_to_keep=1)  # fmt: skip
-        return Prefix(cache, self._additive(real[:, None, None, :]), lengths, out.logits[:, -1].float())
+        logits = self._logits(ids.gather(1, positions), positions, self._additive(allowed), cache)
+        return Prefix(cache, self._additive(real[:, None, None, :]), lengths, logits)
+
+    def _logits(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: PrefixCache | RowCache) -> Tensor:
+        """[B, V] float32 after the last of `ids` [B, T]; their keys and values go into `cache`."""
+        out = self.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, logits_to_keep=1,
+                         **{self.cache_name: cache})  # fmt: skip
+        return out.logits[:, -1].float()
 
     def _additive(self, allowed: Tensor) -> Tensor:
         zeros = torch.zeros(allowed.shape, dtype=self.model.dtype, device=allowed.device)
@@ -273,16 +281,13 @@ class HFRollout:
             if len(live) < len(rows):
                 order = cache.keep(live)
                 rows, tokens, positions, mask = rows[order], tokens[order], positions[order], mask[order]
-            out = self.model(input_ids=tokens.unsqueeze(1), attention_mask=mask[..., : cache.column + 1],
-                             position_ids=positions, past_key_values=cache, use_cache=True)  # fmt: skip
-            logits, positions = out.logits[:, -1].float(), positions + 1
-            cache.column += 1
+            logits = self._logits(tokens.unsqueeze(1), positions, mask[..., : cache.column + 1], cache)
+            cache.column, positions = cache.column + 1, positions + 1
 
     def _batch(self, prompts: Prompts, sampling: Sampling, drawn: Drawn) -> Batch:
         n, num_rows = sampling.n, len(drawn.counts)
-        prompt_ids, prompt_lengths, uid, row, data_source = (
-            x.repeat_interleave(n, 0) for x in (prompts.input_ids, prompts.lengths, prompts.uid, prompts.row, prompts.data_source)
-        )
+        of_prompts = (prompts.input_ids, prompts.lengths, prompts.uid, prompts.row, prompts.data_source)
+        prompt_ids, prompt_lengths, uid, row, data_source = (x.repeat_interleave(n, 0) for x in of_prompts)
         lengths = prompt_lengths + drawn.counts
         width = max(lengths.tolist(), default=0)
         place = torch.arange(width, device=self.device) - prompt_lengths.unsqueeze(1)  # [R, T] index in the response

@@ -63,7 +63,7 @@ class TrainingWorker:
         if plan:
             with self.engine.train_mode():
                 stats |= self.engine.forward_backward_batch(
-                    [local[torch.tensor(p)] if p else None for p in plan], loss_function, with_entropy=self.config.with_entropy
+                    _split(local, plan), loss_function, with_entropy=self.config.with_entropy
                 )
                 norm = self.engine.optimizer_step()
             stats |= {"grad_norm": Mean(norm, 1), "nonfinite_steps": Max(float(not math.isfinite(norm)))}
@@ -82,11 +82,9 @@ class TrainingWorker:
         plan = self._plan(local, torch.arange(len(local)))
         out = torch.zeros(local.input_ids.shape, dtype=torch.float32)
         with self.engine.eval_mode():
-            micro_batches = [local[torch.tensor(p)] if p else None for p in plan]
-            outputs = self.engine.forward_backward_batch(micro_batches, None, forward_only=True)
+            outputs = self.engine.forward_backward_batch(_split(local, plan), None, forward_only=True)
         for rows, output in zip(plan, outputs):
-            if rows:
-                out[torch.tensor(rows)] = output.log_probs if output.values is None else output.values
+            out[torch.tensor(rows, dtype=torch.int64)] = output.log_probs if output.values is None else output.values
         return Placed(self.mesh, make_batch({**fields_of(local), self.config.infer_field: out}))
 
     def weights(self) -> WeightStream:
@@ -125,3 +123,8 @@ class TrainingWorker:
 
     def _metric(self, key: str) -> str:
         return key if "/" in key else f"{self.config.name}/{key}"
+
+
+def _split(batch: Batch, plan: list[list[int]]) -> list[Batch]:
+    """The micro-batches of a plan; an empty one has 0 rows and the fields of the others."""
+    return [batch[torch.tensor(rows, dtype=torch.int64)] for rows in plan]

@@ -1,0 +1,179 @@
+"""Save and resume: a resumed run is the uninterrupted one, bit for bit, and no crash costs more than the steps since a save."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmd_rl import checkpoint
+from spmd_rl.roles.training_worker import TrainingWorker
+from tests.forks import fork_ranks
+from tests.jobs import launch_jobs, metrics, rows, run_jobs, state
+
+COMMON = ["optimizer.learning_rate=1e-3", "optimizer.weight_decay=0.01", "trainer.save_every=1", "trainer.sample_rows=64"]
+SIX, THREE = "trainer.total_steps=6", "trainer.total_steps=3"
+GRPO = [*COMMON, "optimizer.schedule=cosine", "optimizer.warmup_steps=2", "optimizer.total_steps=6"]
+PPO = [
+    *(*COMMON, "algorithm=ppo", "algorithm.epochs=2", "engine.shard_size=2", "critic.optimizer.learning_rate=1e-3"),
+    *(
+        "optimizer.schedule=linear",
+        "optimizer.total_steps=24",
+        "critic.optimizer.schedule=linear",
+        "critic.optimizer.total_steps=24",
+    ),
+]
+
+
+def copy(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    for rows_of_rank in target.glob("rank*.pt"):
+        rows_of_rank.unlink()
+    return target / "checkpoints" / "step_000006"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folder of all runs, and what the launch that resumed them printed."""
+    folder = tmp_path_factory.mktemp("resume")
+    launch_jobs(folder, 2, {"grpo6": [*GRPO, SIX], "grpo": [*GRPO, THREE], "ppo6": [*PPO, SIX], "ppo": [*PPO, THREE]})
+    for name in ("other_data", "other_seed", "one_rank"):
+        copy(folder / "grpo", folder / name)
+    copy(folder / "ppo", folder / "one_rank_ppo")
+    copy(folder / "grpo6", folder / "afresh")
+    torn = copy(folder / "grpo6", folder / "torn")
+    (torn / checkpoint.STATE).unlink()
+    partial = copy(folder / "grpo6", folder / "partial")
+    partial.rename(partial.with_suffix(".partial"))
+    (folder / "jobs.json").write_text(json.dumps({"killed": [*GRPO, SIX]}))
+    fork_ranks("tests.spmd.test_resume:run_until_killed", folder, 2, codes=[1, -signal.SIGKILL])
+    assert (folder / "killed" / "checkpoints" / "step_000004.partial").exists()
+    fifth = folder / "grpo6" / "checkpoints" / "step_000005"
+    said = launch_jobs(
+        folder,
+        2,
+        {
+            "grpo": [*GRPO, SIX],
+            "ppo": [*PPO, SIX],
+            "torn": [*GRPO, SIX],
+            "partial": [*GRPO, SIX],
+            "killed": [*GRPO, SIX],
+            "elsewhere": [*GRPO, SIX, f"trainer.resume={fifth}"],
+            "afresh": [*GRPO, "trainer.total_steps=1", "trainer.resume=never"],
+            "other_data": [*GRPO, SIX, "data.train_kwargs={seed:1}"],
+            "other_seed": [*GRPO, SIX, "trainer.seed=1"],
+            "no_step": [*GRPO, SIX, f"trainer.resume={folder}"],
+        },
+    )
+    unsharded = [*PPO, SIX, "engine.shard_size=1"]
+    launch_jobs(folder, 1, {"one_rank": [*GRPO, SIX], "one_rank_ppo": unsharded})
+    return folder, said
+
+
+def run_until_killed(folder: Path) -> None:
+    """Rank 1 dies while the fourth step is written."""
+    save = TrainingWorker.save
+
+    def killed(self, target):
+        if target.name == "step_000004.partial" and self.mesh.world_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(self, target)
+
+    TrainingWorker.save = killed
+    run_jobs(folder)
+
+
+def check_bitwise(run: Path, whole: Path, first: int, roles: tuple[str, ...] = ("actor",)) -> None:
+    """Steps `first`.. of the resumed run are those of the whole one, and so is all that a later run would start from."""
+    assert metrics(run) == metrics(whole)
+    samples = [(path / "samples.jsonl").read_text() for path in (run, whole)]
+    assert samples[0] == samples[1] and samples[0].count("\n") == 6 * 32
+    resumed, expected = rows(run), rows(whole)[first - 1 :]
+    assert len(resumed) == len(expected) == 7 - first
+    for got, want in zip(resumed, expected):
+        assert got.keys() == want.keys()
+        for row, fields in want.items():
+            assert all(torch.equal(got[row][field], value) for field, value in fields.items()), row
+    for role in roles:
+        check_states(state(run, 6, role), state(whole, 6, role))
+
+
+def check_states(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for kind in ("/model/", "/optimizer/state/", "/optimizer/param_groups", "/counters"):
+        assert any(key.startswith(kind) for key in expected)
+    for key, value in expected.items():
+        same = torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
+        assert same, key
+
+
+@pytest.mark.spmd
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_six_steps_are_three_and_three(runs, name):
+    check_bitwise(runs[0] / name, runs[0] / f"{name}6", 4, ("actor", "critic") if name == "ppo" else ("actor",))
+    learning_rates = [row["actor/lr"] for row in metrics(runs[0] / name)]
+    assert len(set(learning_rates)) > 3  # the schedule went on, too
+
+
+@pytest.mark.spmd
+@pytest.mark.parametrize(
+    "name,incomplete", [("torn", "step_000006"), ("partial", "step_000006.partial"), ("killed", "step_000004.partial")]
+)
+def test_goes_on_from_the_last_complete_step(runs, name, incomplete):
+    folder, said = runs
+    path = folder / name / "checkpoints" / incomplete
+    assert f"{path} is incomplete" in said
+    assert path.exists() == (name == "torn")  # written again
+    check_bitwise(folder / name, folder / "grpo6", 4 if name == "killed" else 6)
+
+
+@pytest.mark.spmd
+def test_explicit_step_of_another_run(runs):
+    folder, _ = runs
+    run, whole = folder / "elsewhere", folder / "grpo6"
+    assert metrics(run) == metrics(whole)[5:]
+    check_states(state(run, 6), state(whole, 6))
+
+
+@pytest.mark.spmd
+def test_never_starts_afresh(runs):
+    """What the run before left is no part of this one: neither its metrics nor its later steps."""
+    folder, _ = runs
+    assert metrics(folder / "afresh") == metrics(folder / "grpo6")[:1]
+    assert kept(folder / "afresh") == ["step_000001"]
+
+
+@pytest.mark.spmd
+def test_rotation(runs):
+    assert kept(runs[0] / "grpo6") == kept(runs[0] / "grpo") == ["step_000005", "step_000006"]
+
+
+def kept(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.spmd
+@pytest.mark.parametrize(
+    "name,said", [("other_data", "another data"), ("other_seed", "another seed (0, now 1)"), ("no_step", "no complete step folder")]
+)
+def test_refused(runs, name, said):
+    for rank in (0, 1):
+        error = (runs[0] / name / f"error{rank}.txt").read_text()
+        assert error.startswith("trainer.resume: ") and said in error
+
+
+@pytest.mark.spmd
+@pytest.mark.parametrize("name,whole", [("one_rank", "grpo6"), ("one_rank_ppo", "ppo6")])
+def test_resumes_on_another_number_of_ranks(runs, name, whole):
+    found, expected = metrics(runs[0] / name), metrics(runs[0] / whole)
+    assert len(found) == 6
+    of_the_layout = {"actor/micro_batches", "critic/micro_batches", "traffic/batch_bytes", "actor/logprob_diff_max"}
+    for got, want in zip(found, expected):
+        assert got.keys() == want.keys()
+        for key in want.keys() - of_the_layout:
+            assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-5), (want["step"], key)
