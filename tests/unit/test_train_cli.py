@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from spmd_rl.train import compose_config, config_folder, main, shared_problems
+from spmd_rl.validation import validate
+
+ROOT = Path(__file__).parents[2]
+WRONG = [
+    "trainer.total_step=3", "rollout.n=many", "algorithm.advantage=grop", "optimizer.schedule=cosin", "placement.actor=0-7",
+    "engine.max_tokens_per_micro_batch=1",
+]  # fmt: skip
+NAMED = [
+    "trainer.total_step: unknown key (did you mean 'total_steps'?)", "rollout.n: ", "algorithm.advantage: 'grop' is unknown",
+    "optimizer.schedule: 'cosin' is unknown (did you mean 'cosine'?)", "placement.actor: ranks [", "engine.max_tokens_per_micro_batch: 1 ",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    """A plain `python -m`, in a folder of its own: no launcher's variables, and nothing written beside the tests."""
+    for name in [*os.environ]:
+        if name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") or name.startswith(("SLURM_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+def test_help_names_groups_choices_and_keys(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "algorithm: dapo, dr_grpo, grpo" in shown and "logger: console, tensorboard, wandb" in shown
+    assert all(key in shown for key in ("--config-dir", "--cfg", "total_steps: 10", "max_tokens_per_micro_batch:", "shard_size:"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["--config-name", "tiny", "algorithm=ppo", "rollout.n=3", "data.train_kwargs.seed=5"]])
+def test_a_printed_configuration_composes_to_itself(arguments, capsys, tmp_path):
+    assert main([*arguments, "--cfg", "job"]) == 0
+    folder = write(tmp_path / "mine", "printed", capsys.readouterr().out)
+    assert main(["--config-dir", str(folder), "--config-name", "printed", "--cfg", "job"]) == 0
+    assert capsys.readouterr().out == (folder / "printed.yaml").read_text()
+    name, overrides = ("tiny", arguments[2:]) if arguments else ("train", [])
+    assert compose_config("printed", folder, []) == compose_config(name, None, overrides)
+
+
+def test_a_users_file_starts_from_ours_and_brings_its_own_groups(tmp_path, capsys):
+    folder = write(tmp_path / "mine", "math", "defaults: [tiny, override algorithm: soft, _self_]\nrollout: {n: 5}\n")
+    write(folder / "algorithm", "soft", "advantage: rloo\nclip_ratio: 0.3\n")
+    config, problems = compose_config("math", folder, ["engine=fsdp", "trainer.seed=4"])
+    assert (problems, validate(config, 2)) == ([], [])
+    assert (config.rollout.n, config.algorithm.advantage, config.algorithm.clip_ratio, config.trainer.seed) == (5, "rloo", 0.3, 4)
+    assert (config.model.path, config.reward.functions) == ("tiny", {"overlap": 1.0})
+    assert main(["--config-dir", str(folder), "--config-name", "math", "--help"]) == 0
+    assert "soft" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["algorithm=grop", "engine=fdsp"], ["algorithm: 'grop' is unknown (did you mean 'grpo'?)", "rloo", "engine: 'fdsp'"]),
+        (["rollout=3"], ["rollout: '3' is unknown - set one of hf"]),
+        (["algorithn=grpo"], ["algorithn: unknown key (did you mean 'algorithm'?)"]),
+        (["+extra=1"], ["extra: unknown key"]),
+        (["trainer.total_steps"], ["config: ", "trainer.total_steps", "--help"]),
+        (["placement.rollout=0,2"], ["config: ", "placement.rollout=0,2", "quote the value"]),
+        (["--config-name", "nope"], ["config: ", "'nope'", "--help"]),
+        (["--config-dir", "nowhere"], ["config: ", "nowhere"]),
+    ],
+)
+def test_what_cannot_be_composed_is_explained(arguments, fragments, capsys, tmp_path):
+    assert main([*arguments, f"trainer.run_dir={tmp_path}/run"]) == 2
+    shown = capsys.readouterr()
+    assert all(fragment in shown.err for fragment in fragments) and shown.out == "", shown
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["code"] == 2
+
+
+def test_auto_takes_what_the_machine_has(monkeypatch):
+    def found(*overrides: str) -> tuple[str, str, str]:
+        config, problems = compose_config("tiny", None, list(overrides))
+        assert problems == []
+        return config.trainer.device, config.engine.dtype, config.rollout.dtype
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert found() == ("cpu", "float32", "float32")
+    assert found("engine.dtype=bfloat16") == ("cpu", "bfloat16", "bfloat16")
+    assert found("engine.dtype=bfloat16", "rollout.dtype=float32") == ("cpu", "bfloat16", "float32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert found() == ("cuda", "bfloat16", "bfloat16")
+    assert found("trainer.device=cpu") == ("cpu", "float32", "float32")
+
+
+def test_what_srun_lacks_ends_with_one_message(monkeypatch, capsys):
+    tasks = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1"}
+    for name, value in tasks.items():
+        monkeypatch.setenv(name, value)
+    for rank in range(3):
+        monkeypatch.setenv("SLURM_PROCID", str(rank))
+        assert main([]) == 2
+    assert capsys.readouterr().err.count("3 tasks on 2 nodes") == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([None, None, None], []),
+        (["a"] * 3, ["a"]),
+        ([None, "a", "a"], ["rank 1: a"]),
+        (["b", None, "a"], ["rank 0: b", "rank 2: a"]),
+    ],
+)
+def test_what_ranks_lack_is_told_once(found, expected, monkeypatch):
+    class World:
+        size, control = 3, None
+
+    monkeypatch.setattr("spmd_rl.train.gather_objects", lambda *args: found)
+    assert shared_problems("ignored", World) == expected
+
+
+def started(command: list[str], folder: Path) -> tuple[int, str, dict]:
+    """(exit code, what it printed, status.json) of a job with every mistake of WRONG."""
+    command = [*command, "-m", "spmd_rl.train", "--config-name", "tiny", *WRONG, f"trainer.run_dir={folder}/run"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=120)
+    return done.returncode, done.stdout, json.loads((folder / "run" / "status.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        pytest.param([sys.executable], 2, id="python"),
+        pytest.param(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+            1,
+            id="torchrun",
+            marks=pytest.mark.spmd,
+        ),
+    ],
+)
+def test_every_problem_is_printed_once(command, code, tmp_path):
+    returned, shown, status = started(command, tmp_path)
+    assert returned == code, shown
+    assert [shown.count(line) for line in NAMED] == [1] * len(NAMED), shown
+    assert (status["code"], status["state"], len(status["problems"])) == (2, "configuration", len(NAMED))
+    assert "Traceback" not in shown.partition("\nRoot Cause")[0].replace("traceback : To enable traceback", ""), shown
+    if code == 1:  # torchrun's own summary comes last
+        assert shown.index(NAMED[-1]) < shown.rindex("torch.distributed.elastic") and "torchrun, rank 0 of 2" in shown
+
+
+def test_the_printed_configuration_is_plain_yaml(capsys):
+    assert main(["--cfg", "job"]) == 0
+    assert set(yaml.safe_load(capsys.readouterr().out)) >= {"model", "engine", "trainer"} and config_folder().is_dir()
