@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
 
-run_dir=outputs/quickstart
+run_dir=${RUN_DIR:-outputs/quickstart}
 python -m spmd_rl.models smollm2-135m-instruct
 rm -rf "$run_dir"
 

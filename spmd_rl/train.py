@@ -27,13 +27,14 @@ from transformers.utils import logging as transformers_logging
 
 from spmd_rl.batch import Sampling
 from spmd_rl.collectives import compare_ledgers, gather_objects
-from spmd_rl.config import Config, ConfigError, TrainerConfig
+from spmd_rl.config import Config, ConfigError, TimeoutConfig, TrainerConfig
 from spmd_rl.data import PromptSource
 from spmd_rl.launch import AbortWatch, Launch, detect_launch
 from spmd_rl.mesh import Role, World, close_world, open_store, split_world
 from spmd_rl.metrics import make_writers
 from spmd_rl.models import check_torchvision, resolve_model
 from spmd_rl.rewards import RewardPool
+from spmd_rl.rewards import problems as reward_problems
 from spmd_rl.roles.actor_rollout_ref import ActorRolloutRefWorker
 from spmd_rl.roles.server_adapter import RolloutModel
 from spmd_rl.scoring import Scorer
@@ -151,11 +152,28 @@ def show(args: argparse.Namespace, config: Config, launch: Launch) -> None:
 
 def refuse(run_dir: Path, launch: Launch, problems: list[str]) -> int:
     """Shows every problem once for the whole job; every rank ends with the same code."""
+    lines = "\n".join(f"  {line}" for problem in problems for line in problem.splitlines())
+    text = f"[spmd_rl] the configuration cannot run ({launch}):\n{lines}\n"
     if launch.rank == 0:
-        lines = "\n".join(f"  {line}" for problem in problems for line in problem.splitlines())
-        sys.stderr.write(f"[spmd_rl] the configuration cannot run ({launch}):\n{lines}\n")
+        sys.stderr.write(text)
         write_status(run_dir, CONFIG_ERROR, "configuration", problems=problems)
+    if not all_refuse(launch) and launch.rank:
+        sys.stderr.write(text)  # rank 0 does not know
     return CONFIG_ERROR
+
+
+def all_refuse(launch: Launch, seconds: float = 60.0) -> bool:
+    """Whether every rank comes here in time: a launcher ends the others once one has left, also rank 0 before it spoke."""
+    if launch.world_size == 1:
+        return True
+    try:
+        store = open_store(launch, TimeoutConfig(collective=seconds))
+        if store.add("refused", 1) == launch.world_size:
+            store.set("refused/all", "")
+        store.wait(["refused/all"])
+    except RuntimeError:
+        return False
+    return True
 
 
 def write_status(run_dir: Path, code: int, state: str, **more: Any) -> None:
@@ -179,6 +197,8 @@ class Parts:
         data, seed = config.data, config.trainer.seed
         self.train = PromptSource(data, data.train, data.train_kwargs, self.tokenizer, seed)
         self.val = PromptSource(data, data.val, data.val_kwargs, self.tokenizer, seed) if data.val else None
+        if found := reward_problems(config.reward, self.train.rows + (self.val.rows if self.val else [])):
+            raise ValueError("\n".join(found))
 
 
 def prepare(config: Config) -> Parts:
@@ -242,7 +262,6 @@ def fit(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Pat
         introduce(config, launch, world, parts, run_dir)
     roles = ActorRolloutRefWorker(config, world, parts.model)
     pool = RewardPool(config.reward)
-    pool.check(parts.train.rows)
 
     def decode(ids: list[int]) -> str:
         return parts.tokenizer.decode(ids, skip_special_tokens=True)

@@ -41,10 +41,10 @@ def typed(raw: dict[str, Any]) -> tuple[Config, list[str]]:
         raw = {key: value for key, value in raw.items() if key != "engine"}
         engine = {}
     backend = engine.get("backend", "fsdp")
-    if backend in engines.backends():
-        schema.engine = OmegaConf.structured(engines.module(backend).Config)
+    if (module := _engine_module(backend)) is not None:
+        schema.engine = OmegaConf.structured(module.Config)
     else:
-        problems.append(unknown("engine.backend", backend, engines.backends()))
+        problems.append(unknown("engine.backend", backend, [*engines.backends(), "module:Class"]))
     for path, value in _leaves(raw, schema):
         parent, _, key = path.rpartition(".")
         node = OmegaConf.select(schema, parent) if parent else schema
@@ -150,6 +150,14 @@ def placement_problems(placement: dict[str, tuple[int, ...]], world_size: int) -
     return problems
 
 
+def _engine_module(backend: str) -> Any:
+    """The module of an engine, or None for a name that leads to none."""
+    try:
+        return resolve(REGISTRY, {}).module(backend)
+    except ValueError:
+        return None
+
+
 def replica_width(config: Config, role: str) -> int:
     """Ranks that work on the same rows of a role."""
     if role == "rollout":
@@ -163,14 +171,13 @@ def validate(config: Config, world_size: int) -> list[str]:
     Needs no process group and no model."""
     placement, problems = parse_placement(config, world_size)
     problems += _value_problems(config)
-    engines = resolve(REGISTRY, {})
-    if config.engine.backend in engines.backends():
+    if (module := _engine_module(config.engine.backend)) is not None:
         for role, ranks in placement.items():
             if role == "rollout":
                 continue
             if len(ranks) % replica_width(config, role):
                 problems.append(f"placement.{role}: {len(ranks)} ranks are no multiple of {replica_width(config, role)}")
-            problems += [p for p in engines.module(config.engine.backend).problems(config.engine, len(ranks)) if p not in problems]
+            problems += [p for p in module.problems(config.engine, len(ranks)) if p not in problems]
         problems += _batch_problems(config, {role: len(r) // replica_width(config, role) for role, r in placement.items()})
     return problems + resolve("spmd_rl.rewards:problems", {})(config.reward)
 

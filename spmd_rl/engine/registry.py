@@ -1,4 +1,5 @@
-"""Which class trains what where. A row is three strings, imported on use; a third party adds its own from its package."""
+"""Which class trains what where. A row is three strings and a path, imported on use; a third party adds its own from its
+package, or names it in the configuration: `engine.backend=package.module:Class` stands for every model type and device."""
 
 from __future__ import annotations
 
@@ -31,16 +32,20 @@ class EngineRegistry:
 
     @classmethod
     def module(cls, backend: str) -> Any:
-        """The torch-level module of a backend, for its `Config` and `problems`. Raises ValueError when unknown."""
-        path = next((path for (_, name, _), path in cls._rows.items() if name == backend), None)
-        if path is None:
-            raise ValueError(f"unknown engine '{backend}'; registered: {', '.join(cls.backends())}")
-        return importlib.import_module(path.partition(":")[0])
+        """The module of a backend's class, for its `Config`, `problems` and `replica_width`. Raises ValueError when unknown."""
+        path = next((path for (_, name, _), path in cls._rows.items() if name == backend), backend)
+        if ":" not in path:
+            raise ValueError(f"unknown engine '{backend}'; registered: {', '.join(cls.backends())}, or module:Class")
+        try:
+            return importlib.import_module(path.partition(":")[0])
+        except ModuleNotFoundError as error:
+            raise ValueError(f"engine '{backend}': no module '{error.name}'") from error
 
     @classmethod
     def get(cls, model_type: str, backend: str, device: str) -> type:
         """The class of a row. Raises ValueError listing the rows when unknown, ImportError naming the extra to install."""
-        if (path := cls._rows.get((model_type, backend, device))) is None:
+        path = cls._rows.get((model_type, backend, device), backend)
+        if ":" not in path:
             rows = "; ".join(" / ".join(row) for row in sorted(cls._rows))
             raise ValueError(f"no engine for {model_type} / {backend} / {device}; registered: {rows}")
         module, _, name = path.partition(":")

@@ -34,8 +34,8 @@ class ServerAdapter:
             )  # fmt: skip
 
     def generate(self, prompts: Placed[Prompts], sampling: Sampling, step: int) -> Placed[Batch]:
-        """Collective over the rollout mesh: `sampling.n` samples of each prompt, siblings adjacent."""
-        return prompts.map(lambda local: self.backend.generate(local, sampling, step))
+        """Collective over the rollout mesh: `sampling.n` samples of each prompt, siblings adjacent, on the host."""
+        return prompts.map(lambda local: self.backend.generate(local, sampling, step).to("cpu"))
 
     def update_weights(self, stream: WeightStream, version: int) -> None:
         """Collective over the source and the rollout mesh: both exhaust the stream."""

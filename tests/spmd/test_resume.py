@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,15 +21,12 @@ from tests.jobs import launch_jobs, metrics, rows, run_jobs, state
 COMMON = ["optimizer.learning_rate=1e-3", "optimizer.weight_decay=0.01", "trainer.save_every=1", "trainer.sample_rows=64"]
 SIX, THREE = "trainer.total_steps=6", "trainer.total_steps=3"
 GRPO = [*COMMON, "optimizer.schedule=cosine", "optimizer.warmup_steps=2", "optimizer.total_steps=6"]
+LINEAR = ("schedule=linear", "total_steps=24", "learning_rate=1e-3")  # 2 epochs of 2 mini-batches a step
 PPO = [
-    *(*COMMON, "algorithm=ppo", "algorithm.epochs=2", "engine.shard_size=2", "critic.optimizer.learning_rate=1e-3"),
-    *(
-        "optimizer.schedule=linear",
-        "optimizer.total_steps=24",
-        "critic.optimizer.schedule=linear",
-        "critic.optimizer.total_steps=24",
-    ),
+    *(*COMMON, "algorithm=ppo", "algorithm.epochs=2", "engine.shard_size=2"),
+    *(f"{optimizer}.{setting}" for optimizer in ("optimizer", "critic.optimizer") for setting in LINEAR),
 ]
+INCOMPLETE = {"torn": "step_000006", "partial": "step_000006.partial", "killed": "step_000004.partial"}
 
 
 def copy(source: Path, target: Path) -> Path:
@@ -121,12 +120,10 @@ def test_six_steps_are_three_and_three(runs, name):
 
 
 @pytest.mark.spmd
-@pytest.mark.parametrize(
-    "name,incomplete", [("torn", "step_000006"), ("partial", "step_000006.partial"), ("killed", "step_000004.partial")]
-)
-def test_goes_on_from_the_last_complete_step(runs, name, incomplete):
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_goes_on_from_the_last_complete_step(runs, name):
     folder, said = runs
-    path = folder / name / "checkpoints" / incomplete
+    path = folder / name / "checkpoints" / INCOMPLETE[name]
     assert f"{path} is incomplete" in said
     assert path.exists() == (name == "torn")  # written again
     check_bitwise(folder / name, folder / "grpo6", 4 if name == "killed" else 6)
@@ -177,3 +174,68 @@ def test_resumes_on_another_number_of_ranks(runs, name, whole):
         assert got.keys() == want.keys()
         for key in want.keys() - of_the_layout:
             assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-5), (want["step"], key)
+
+
+class Crash(BaseException):
+    """What no handler catches."""
+
+
+@pytest.fixture
+def crash_at(monkeypatch):
+    """`crash_at(root, n)`: the n-th change of a file or folder under `root` from now on does not happen; None: all do."""
+    monkeypatch.setattr(checkpoint, "on_first", lambda world, function, name: function())
+    monkeypatch.setattr(checkpoint, "barrier", lambda group, name: None)
+    watched = SimpleNamespace(root=None, left=0)
+
+    def hook(event, args):
+        if watched.root is None or event not in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"):
+            return
+        if event == "open" and (not isinstance(args[1], str) or args[1][0] == "r"):
+            return
+        if event == "open" and not str(args[0]).startswith(watched.root):
+            return
+        watched.left -= 1
+        if watched.left < 0:
+            watched.root = None
+            raise Crash
+
+    def arm(root, left):
+        watched.root, watched.left = None if left is None else str(root), left
+
+    sys.addaudithook(hook)
+    yield arm
+    watched.root = None
+
+
+def save_one(root: Path, step: int, keep: int) -> None:
+    def roles(folder: Path) -> None:
+        for role in ("actor", "critic"):
+            (folder / role).mkdir()
+            (folder / role / "data").write_text(f"{role} {step}")
+
+    checkpoint.save_step(SimpleNamespace(control=None), root, step, roles, {}, keep)
+
+
+@pytest.mark.parametrize("before,step,keep", [([1], 2, 1), ([1, 2, 3], 4, 2), ([1, 2], 2, 2), ([7, 8], 1, 1)])
+def test_a_crash_at_any_change_leaves_a_whole_step(tmp_path, crash_at, before, step, keep):
+    """Also where the step exists already, or later ones of an earlier run do."""
+    for number in range(100):
+        root = tmp_path / str(number)
+        for earlier in before:
+            save_one(root, earlier, len(before))
+        crash_at(root, number)
+        try:
+            save_one(root, step, keep)
+        except Crash:
+            pass
+        else:
+            break
+        found, state_of = checkpoint.find_resume(None, root, "auto")
+        assert state_of["step"] in {*before, step}
+        for role in ("actor", "critic"):
+            assert (found / role / "data").read_text() == f"{role} {state_of['step']}"
+        save_one(root, step, keep)
+    assert number > 8
+    crash_at(root, None)
+    names = [path.name for path in sorted(root.iterdir())]
+    assert names == [f"step_{kept_step:06d}" for kept_step in sorted({*(b for b in before if b < step), step})[-keep:]]
