@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -131,7 +130,7 @@ def export_hf(stream: WeightStream, source: Path, target: Path, dtype: str) -> N
 
 def on_first(world: World, function: Callable[[], Any], name: str) -> Any:
     """Collective over the world: what `function` returns on rank 0, on every rank."""
-    return broadcast_object(function() if dist.get_rank(world.control) == 0 else None, 0, world.control, name)
+    return broadcast_object(function() if world.rank == 0 else None, 0, world.control, name)
 
 
 def _remove(folder: Path) -> None:

@@ -16,9 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 def test_quickstart_shortened(tmp_path):
     env = os.environ | {"SPMD_RL_VENV": "none", "RUN_DIR": str(tmp_path / "run"), "SEED": "3"}
     short = ["trainer.total_steps=2", "data.prompts_per_step=4", "rollout.n=4", "data.val_kwargs.size=12", "trainer.export_hf=true"]
-    done = subprocess.run(
-        ["bash", "launch/quickstart.sh", *short], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run(["bash", "launch/quickstart.sh", *short], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert str(tmp_path / "run" / "curves.png") in done.stdout.replace("\n", "")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -40,8 +40,22 @@ def test_flex_attention_equals_the_host_path_forward_and_backward():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiny_run_learns(tmp_path, dtype):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={min(2, torch.cuda.device_count())}"]
-    command += ["-m", "spmd_rl.train", "--config-name", "tiny", f"engine.dtype={dtype}", f"trainer.run_dir={tmp_path}", "trainer.device=cuda"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={min(2, torch.cuda.device_count())}",
+    ]
+    command += [
+        "-m",
+        "spmd_rl.train",
+        "--config-name",
+        "tiny",
+        f"engine.dtype={dtype}",
+        f"trainer.run_dir={tmp_path}",
+        "trainer.device=cuda",
+    ]
     subprocess.run(command, check=True, timeout=900)
     rewards = [json.loads(line)["reward/mean"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rewards[-1] > rewards[0] + 0.1
