@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -151,6 +151,14 @@ def measure(work: Work, model: str, venv: Path | None, rounds: int) -> dict[str,
     return {name: summarise(work, steps) for name, steps in runs.items()}
 
 
+def machine() -> dict[str, Any]:
+    """What decides the numbers; without `avx512_bf16` or `amx_bf16`, bfloat16 is emulated and slower than float32."""
+    info = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"model name\s*: (.*)", info)
+    wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {flag}" in info]
+    return {"cpu": model and model[1], "flags": wide, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+
+
 def make_venv(venv: Path) -> None:
     """The peer's environment, installed once."""
     stamp = venv / "installed.txt"
@@ -226,13 +234,14 @@ def main() -> None:
     show(results)
     line = {
         "benchmark": "grpo_step",
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
+        "machine": machine(),
         "work": {k: v for k, v in vars(args).items() if isinstance(v, int | list)},
         "dtypes": {key: by_name["ours"] for key, by_name in results.items()},
     }
     if venv:
         line["trl"] = {key: by_name["trl"] for key, by_name in results.items()}
-        for ratio, name in (("ratio_vs_trl", "samples_per_second"), ("memory_vs_trl", "rss_gb_per_rank")):
+        ratios = ("ratio_vs_trl", "samples_per_second"), ("cpu_vs_trl", "cpu/step"), ("memory_vs_trl", "rss_gb_per_rank")
+        for ratio, name in ratios:
             line[ratio] = {key: round(by["ours"][name] / by["trl"][name], 3) for key, by in results.items()}
     print(json.dumps(line))
 

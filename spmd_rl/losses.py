@@ -73,15 +73,17 @@ def value_loss(config: AlgorithmConfig, model_output: TokenOutput, data: Batch) 
     values = torch.where(mask, _need(model_output.values, "values", "use a value_model engine"), 0.0)
     returns = torch.where(mask, _need(data.returns, "returns", "use algorithm.advantage=gae"), 0.0)
     plain = token_loss = (values - returns).square()
+    clipped_side = torch.zeros_like(mask)
     if config.value_clip is not None:
         old = _need(data.values, "values", "infer them with the critic, or set algorithm.value_clip=null")
         old = torch.where(mask, old, 0.0)
         clipped = old + (values - old).clamp(-config.value_clip, config.value_clip)
         token_loss = torch.maximum(plain, (clipped - returns).square())
+        clipped_side = ((values - old).abs() > config.value_clip) & (token_loss != plain)
     loss = 0.5 * _weighted_sum(token_loss, weights, mask)
     return loss, {
         "critic/loss": Sum(loss.detach()),
-        "critic/clip_fraction": _mean(token_loss != plain, mask),
+        "critic/clip_fraction": _mean(clipped_side, mask),
         "critic/value": _mean(values, mask),
         "critic/return": _mean(returns, mask),
     }

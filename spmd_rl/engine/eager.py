@@ -50,7 +50,7 @@ class TokenModel(nn.Module):
         ).last_hidden_state[0]
         hidden = hidden.index_select(0, packed.source)
         if self.value_head is not None:
-            return self.value_head(hidden).float()[:, 0], None
+            return self.value_head(hidden).float().flatten().clone(), None  # sharding hooks want no view
         head = self.lm.get_output_embeddings().weight
         return token_log_probs(hidden, head, packed.targets, packed.temperature, self.chunk, with_entropy)
 

@@ -1,4 +1,7 @@
-"""FSDP2 on transformers models: each rank reads its own slices, shards or replicates, and reduces by plain sums."""
+"""FSDP2 on transformers models: each rank reads its own slices, shards or replicates, and reduces by plain sums.
+
+Replicated float32 parameters stay plain tensors: FSDP would hold a second copy of weights and gradients to no end.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from spmd_rl.config import EngineConfig
 from spmd_rl.engine.attention import NAME, register_attention
@@ -56,6 +60,7 @@ class FSDPEngine(EagerEngine):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config, mesh)
         register_attention()
         hf_config = AutoConfig.from_pretrained(model_config.folder, trust_remote_code=model_config.trust_remote_code)
+        _no_dropout(hf_config)
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(
                 hf_config, attn_implementation=NAME, dtype=torch.float32, trust_remote_code=model_config.trust_remote_code
@@ -65,11 +70,11 @@ class FSDPEngine(EagerEngine):
                 head = nn.Linear(hf_config.hidden_size, 1, bias=False, dtype=torch.float32)
                 lm.set_output_embeddings(None) if not hf_config.tie_word_embeddings else None
             self.module = TokenModel(lm, engine_config.logprob_chunk, head)
-        _no_dropout(self.module)
         if engine_config.activation_checkpointing:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._shard()
         self.module.to_empty(device="cpu" if engine_config.offload else mesh.device)
+        lm.tie_weights()
         _load_slices(self.module, Path(model_config.folder))
         _fill_buffers(lm)
         self.finish_build()
@@ -81,6 +86,9 @@ class FSDPEngine(EagerEngine):
             small = sum(p.numel() for p in self.module.parameters()) < REPLICATE_BELOW
             shard = 1 if small and self.mesh.device.type == "cpu" else num_ranks
         self.replicated = shard == 1
+        self.plain = self.replicated and self.config.dtype == "float32" and not self.config.offload
+        if self.plain:
+            return
         shape = (num_ranks,) if shard == num_ranks else (num_ranks // shard, shard)
         names = ("shard",) if shard == num_ranks else ("replicate", "shard")
         options = {
@@ -108,11 +116,21 @@ class FSDPEngine(EagerEngine):
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Replicas add up their micro-batches and reduce once; shards reduce each, since a whole gradient may not fit."""
-        if self.replicated:
-            self.module.set_requires_gradient_sync(last)
-            self.module.set_reshard_after_backward(last)
-        self.module.set_is_last_backward(last)
+        if not self.plain:
+            self.module.set_requires_gradient_sync(last or not self.replicated)
+            self.module.set_reshard_after_backward(last or not self.replicated)
+            self.module.set_is_last_backward(last)
         yield
+        if self.plain and last:
+            self._sum_gradients()
+
+    def _sum_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is None:  # every rank takes part, also for an expert that saw no token here
+                parameter.grad = torch.zeros_like(parameter)
+        work = [dist.all_reduce(p.grad, group=self.mesh.data_group, async_op=True) for p in self.module.parameters()]
+        for handle in work:
+            handle.wait()
 
     def release(self) -> None:
         """Gathered weights left by a forward pass would be what `parameters()` yields, and go stale."""
@@ -120,11 +138,11 @@ class FSDPEngine(EagerEngine):
             part.reshard()
 
 
-def _no_dropout(module: nn.Module) -> None:
+def _no_dropout(config: PretrainedConfig) -> None:
     """The ratio of the first update is exactly 1 only when both passes see the same network."""
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def _load_slices(module: TokenModel, folder: Path) -> None:
@@ -197,4 +215,3 @@ def _fill_buffers(lm: nn.Module) -> None:
                 ) from error
             for buffer in lost:
                 vars(part)["_buffers"][buffer].copy_(vars(fresh)["_buffers"][buffer])
-    lm.tie_weights()

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
-from tests.helpers import make_rows, tiny_config
 from transformers import AutoModelForCausalLM
 
 from spmd_rl.engine.attention import NAME, register_attention
 from spmd_rl.engine.packing import pack
+from tests.helpers import make_rows, tiny_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -185,6 +185,7 @@ def crash_at(monkeypatch):
     """`crash_at(root, n)`: the n-th change of a file or folder under `root` from now on does not happen; None: all do."""
     monkeypatch.setattr(checkpoint, "on_first", lambda world, function, name: function())
     monkeypatch.setattr(checkpoint, "barrier", lambda group, name: None)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", remove_state_last)
     watched = SimpleNamespace(root=None, left=0)
 
     def hook(event, args):
@@ -205,6 +206,14 @@ def crash_at(monkeypatch):
     sys.addaudithook(hook)
     yield arm
     watched.root = None
+
+
+def remove_state_last(folder: Path, ignore_errors: bool = False) -> None:
+    """The worst order in which a file system may list a folder."""
+    if folder.exists() or not ignore_errors:
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == checkpoint.STATE):
+            remove_state_last(path) if path.is_dir() else path.unlink()
+        folder.rmdir()
 
 
 def save_one(root: Path, step: int, keep: int) -> None:
