@@ -6,6 +6,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
+if [ "${SPMD_RL_VENV:-}" != none ] && ! python -c 'import math_verify, mypy, reasoning_gym, wandb' 2>/dev/null; then
+    python -m pip install -qq --requirement requirements/test.txt
+fi
 
 select="not slow and not gpu"
 if [ "${1:-}" = --all ]; then

@@ -112,7 +112,7 @@ def unpack(packed: tuple[list[float], list[float]], schema: Schema) -> Stats:
 
 def values(stats: Stats) -> dict[str, float]:
     """One number a key; NaN for a mean over nothing and a maximum of nothing. Waits for the device."""
-    result = {}
+    result: dict[str, float] = {}
     for key, stat in stats.items():
         match type(stat)(*_numbers(key, stat)):
             case Mean(total, count):

@@ -235,7 +235,7 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], special: list[str]):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges]))
+    tokenizer = Tokenizer(models.BPE(vocab, [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]))
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()

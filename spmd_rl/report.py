@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 Rows = list[dict[str, Any]]  # the lines of metrics.jsonl: step, then key -> number or None
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8A8A"
-PHASES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")  # Okabe & Ito: readable when colour-blind
+PHASES = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#F0E442",
+    "#D55E00",
+    "#000000",
+)  # Okabe & Ito: readable when colour-blind
 
 
 def load(run_dir: Path) -> Rows:
@@ -133,9 +142,9 @@ def _seconds(axis: Axes, rows: Rows) -> None:
     """Stacked seconds of each phase but validation; the largest total at the bottom."""
     _style(axis, "seconds a training step, by phase")
     skip = ("time/step", f"time/{VALIDATION}")
-    keys = {key for row in rows for key in row if key.startswith("time/") and key not in skip}
-    totals = {key: sum(row.get(key, 0.0) for row in rows) for key in keys}
-    keys = sorted(keys - {"time/other"}, key=totals.get, reverse=True) + sorted(keys & {"time/other"})
+    found = {key for row in rows for key in row if key.startswith("time/") and key not in skip}
+    totals = {key: sum(row.get(key, 0.0) for row in rows) for key in found}
+    keys = sorted(found - {"time/other"}, key=totals.get, reverse=True) + sorted(found & {"time/other"})
     edges = [rows[0]["step"] - 0.5] + [row["step"] + 0.5 for row in rows]
     base = [0.0] * len(rows)
     for i, key in enumerate(keys):

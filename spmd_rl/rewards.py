@@ -229,6 +229,7 @@ class _WorkerContext(ForkServerContext):
 def _start_worker(config: RewardConfig, path: list[str]) -> None:
     """In a worker: import the functions from the parent's `path`, so that no call's time-out pays for it."""
     sys.path[:] = path
+    os.setsid()  # a signal to the rank's process group is not for its workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     for name in config.functions:
         if name in PACKAGES:

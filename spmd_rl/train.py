@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from spmd_rl.batch import Sampling
-from spmd_rl.collectives import compare_ledgers, gather_objects
+from spmd_rl.collectives import compare_ledgers
 from spmd_rl.config import Config, ConfigError, TimeoutConfig, TrainerConfig
 from spmd_rl.data import PromptSource
 from spmd_rl.launch import AbortWatch, Launch, detect_launch
@@ -231,32 +231,35 @@ def job(config: Config, launch: Launch, store: Any, run_dir: Path) -> int:
         parts = prepare(config)
     except (ValueError, ImportError, OSError) as error:
         problem = str(error)
+    if problems := shared_problems(problem, launch, store):
+        return refuse(run_dir, launch, problems)
     placement, _ = parse_placement(config, launch.world_size)
     roles = {name: Role(ranks, len(ranks) // replica_width(config, name)) for name, ranks in placement.items()}
     world = split_world(roles, launch, store, config.trainer.device, config.timeouts)
-    problems = shared_problems(problem, world)
-    if parts and not problems:
-        fit(config, launch, world, parts, run_dir)
+    steps = fit(config, launch, world, parts, run_dir)
     close_world(world)
-    if problems:
-        return refuse(run_dir, launch, problems)
     if launch.rank == 0:
-        write_status(run_dir, 0, "done")
+        write_status(run_dir, 0, "done" if steps == config.trainer.total_steps else "stopped", steps=steps)
     return 0
 
 
-def shared_problems(problem: str | None, world: World) -> list[str]:
-    """Collective over the world: what any rank lacks, each thing once; where not all lack it, the first rank is named."""
-    found = gather_objects(problem, world.control, "prepare")
-    return [
-        text if found.count(text) == world.size else f"rank {found.index(text)}: {text}"
-        for text in dict.fromkeys(found)
-        if text is not None
-    ]
+def shared_problems(problem: str | None, launch: Launch, store: Any) -> list[str]:
+    """Collective over every rank, before any process group exists: what any rank lacks, each thing once.
+
+    Where not all ranks lack it, the first that does is named."""
+    if problem is not None:
+        store.set(f"prepare/{store.add('prepare/failed', 1)}", json.dumps([launch.rank, problem]))
+    if store.add("prepare/done", 1) == launch.world_size:
+        store.set("prepare/all", "")
+    store.wait(["prepare/all"])
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(json.loads(store.get(f"prepare/{i + 1}")) for i in range(store.add("prepare/failed", 0))):
+        ranks.setdefault(text, []).append(rank)
+    return [text if len(who) == launch.world_size else f"rank {who[0]}: {text}" for text, who in ranks.items()]
 
 
-def fit(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Path) -> None:
-    """Collective over the world."""
+def fit(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Path) -> int:
+    """Collective over the world: makes the roles and trains; the number of steps done."""
     compare_ledgers(config.debug.ledger)
     if launch.rank == 0:
         introduce(config, launch, world, parts, run_dir)
@@ -264,7 +267,7 @@ def fit(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Pat
     pool = RewardPool(config.reward)
 
     def decode(ids: list[int]) -> str:
-        return parts.tokenizer.decode(ids, skip_special_tokens=True)
+        return str(parts.tokenizer.decode(ids, skip_special_tokens=True))
 
     rollout = config.rollout
     sampling = Sampling(
@@ -284,8 +287,9 @@ def fit(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Pat
         sampling,
     )
     try:
-        trainer.fit(lambda start: writers(config, launch, run_dir, start))
+        steps = trainer.fit(lambda start: writers(config, launch, run_dir, start))
         roles.rollout.shutdown()
+        return steps
     finally:
         pool.close()
 

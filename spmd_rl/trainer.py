@@ -51,11 +51,13 @@ class RLTrainer:
         self.keep = has_advantage if algorithm.kl_coef == algorithm.entropy_coef == 0 else None
         self.trained_once = algorithm.epochs == algorithm.num_mini_batches == 1
 
-    def fit(self, open_writers: Callable[[int], list[Writer]]) -> None:
-        """Collective over the world. `open_writers(start)`: this rank's writers, given the steps already done."""
+    def fit(self, open_writers: Callable[[int], list[Writer]]) -> int:
+        """Collective over the world; the steps done, fewer than all after a stop signal.
+
+        `open_writers(start)`: this rank's writers, given the steps already done."""
         config = self.config.trainer
         signal.signal(signal.SIGTERM, self._stop)
-        start = self.load()
+        start = done = self.load()
         self.writers = open_writers(start)
         if config.val_before and start == 0:
             self.log(0, self.evaluate(0))
@@ -67,12 +69,15 @@ class RLTrainer:
             stop = agree(self.stopping, self.world.control, "stop")
             if config.save_every and (step + 1) % config.save_every == 0 or stop or step + 1 == config.total_steps:
                 self.save(step + 1)
+            done = step + 1
             if stop:
                 break
-        if config.export_hf:
-            export_hf(self.actor.weights(), self.model_folder, Path(config.run_dir) / "hf", self.config.engine.dtype)
+        else:
+            if config.export_hf:
+                export_hf(self.actor.weights(), self.model_folder, Path(config.run_dir) / "hf", self.config.engine.dtype)
         for writer in self.writers:
             writer.close()
+        return done
 
     def train_step(self, step: int) -> Stats:
         """Collective over the world: one step of RL."""
@@ -130,10 +135,11 @@ class RLTrainer:
         stats |= {f"traffic/{kind}_bytes": Sum(traffic[kind]) for kind in ("batch", "weights")}
         traffic.clear()
         values = reduce_stats(stats, self.world.control, "log")
-        rows = self.config.data.prompts_per_step * self.config.rollout.n
-        seconds = values["time/step"] - values.get("time/validate", 0.0)
-        values["perf/samples_per_second"] = rows / seconds
-        values["perf/tokens_per_second"] = rows * values.get("response/length_mean", 0.0) / seconds
+        if step:
+            rows = self.config.data.prompts_per_step * self.config.rollout.n
+            seconds = values["time/step"] - values.get("time/validate", 0.0)
+            values["perf/samples_per_second"] = rows / seconds
+            values["perf/tokens_per_second"] = rows * values["response/length_mean"] / seconds
         table = [row for part in gather_objects(shown, self.world.control, "log.samples") for row in part]
         for writer in self.writers:
             writer.write(step, values)

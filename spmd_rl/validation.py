@@ -63,7 +63,8 @@ def typed(raw: dict[str, Any]) -> tuple[Config, list[str]]:
             node[key] = value
         except OmegaConfBaseException as error:
             problems.append(f"{path}: {str(error).splitlines()[0]} - set a {_type_name(node, key)}")
-    return OmegaConf.to_object(schema), problems
+    config: Any = OmegaConf.to_object(schema)
+    return config, problems
 
 
 def _leaves(raw: dict[str, Any], schema: DictConfig, prefix: str = ""):

@@ -129,14 +129,16 @@ def _host_attention(packed: Packed, query: Tensor, key: Tensor, value: Tensor, s
 
 def block_mask(blocks: list[Block], device: torch.device):
     """FlexAttention's mask of the blocks: causal, and the key's segment is the query's own or its prompt."""
-    own, prefix, segment = [], [], 0
+    owns: list[int] = []
+    prefixes: list[int] = []
+    segment = 0
     for block in blocks:
         first = segment
         for n in (block.prompt, *block.responses):
-            own += [segment] * n
-            prefix += [first] * n
+            owns += [segment] * n
+            prefixes += [first] * n
             segment += 1
-    own, prefix = torch.tensor(own, device=device), torch.tensor(prefix, device=device)
+    own, prefix = torch.tensor(owns, device=device), torch.tensor(prefixes, device=device)
 
     def seen(batch, head, q, k):
         return (q >= k) & ((own[k] == own[q]) | (own[k] == prefix[q]))

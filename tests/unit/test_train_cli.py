@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from spmd_rl.launch import detect_launch
 from spmd_rl.train import compose_config, main, shared_problems
 from spmd_rl.validation import validate
 
@@ -121,12 +124,14 @@ def test_what_srun_lacks_ends_with_one_message(monkeypatch, capsys):
         (["b", None, "a"], ["rank 0: b", "rank 2: a"]),
     ],
 )
-def test_what_ranks_lack_is_told_once(found, expected, monkeypatch):
-    class World:
-        size, control = 3, None
+def test_what_ranks_lack_is_told_once_on_every_rank(found, expected):
+    store = torch.distributed.HashStore()
 
-    monkeypatch.setattr("spmd_rl.train.gather_objects", lambda *args: found)
-    assert shared_problems("ignored", World) == expected
+    def told(rank):
+        return shared_problems(found[rank], replace(detect_launch({}), rank=rank, world_size=3), store)
+
+    with ThreadPoolExecutor(3) as ranks:
+        assert list(ranks.map(told, range(3))) == [expected] * 3
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
