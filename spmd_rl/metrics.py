@@ -116,11 +116,11 @@ def values(stats: Stats) -> dict[str, float]:
     for key, stat in stats.items():
         match type(stat)(*_numbers(key, stat)):
             case Mean(total, count):
-                result[key] = total / count if count else math.nan
+                result[key] = float(total) / float(count) if count else math.nan
             case Max(value):
-                result[key] = math.nan if value == -math.inf else value
+                result[key] = math.nan if value == -math.inf else float(value)
             case Sum(value):
-                result[key] = value
+                result[key] = float(value)
     return result
 
 
