@@ -99,17 +99,16 @@ class EagerEngine(BaseEngine):
     def release(self) -> None:
         """After forward passes: a subclass drops what it gathered."""
 
-    @contextmanager
-    def train_mode(self) -> Iterator[None]:
-        self.module.train()
-        with torch.enable_grad():
-            yield
-        self.release()
+    def train_mode(self) -> AbstractContextManager:
+        return self._mode(train=True)
+
+    def eval_mode(self) -> AbstractContextManager:
+        return self._mode(train=False)
 
     @contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        self.module.eval()
-        with torch.no_grad():
+    def _mode(self, train: bool) -> Iterator[None]:
+        self.module.train(train)
+        with torch.set_grad_enabled(train):
             yield
         self.release()
 
