@@ -59,7 +59,7 @@ def test_run_folder(two_ranks):
     assert sorted(path.name for path in folder.iterdir()) == [
         *("checkpoints", "config.yaml", "metrics.jsonl", "samples.jsonl", "status.json")
     ]
-    assert json.loads((folder / "status.json").read_text()) == {"code": 0, "state": "done"}
+    assert json.loads((folder / "status.json").read_text()) == {"code": 0, "state": "done", "steps": 20}
     config = OmegaConf.load(folder / "config.yaml")
     assert config.trainer.total_steps == 20 and config.engine.dtype == "float32" and config.model.path == "tiny"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000020"]
