@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmd_rl.collectives import barrier, broadcast_object
+from spmd_rl.config import ConfigError
 from spmd_rl.mesh import World
 from spmd_rl.placed import WeightStream
 
@@ -67,25 +68,32 @@ def find_resume(world: World, root: Path, resume: str) -> tuple[Path, dict[str, 
     """Collective over the world: the step to go on from, and its state; None to start afresh.
 
     `resume`: auto (the newest complete step under `root`, saying so when a newer one is not), never, or a step folder.
-    Raises ValueError when the named folder is no complete step."""
+    Raises ConfigError when the named folder is no complete step."""
 
     def choose():
         if resume == "never":
             return None
         if resume != "auto":
             if not is_complete(Path(resume)):
-                return ValueError(f"trainer.resume: '{resume}' is no complete step folder (it lacks {STATE}) - name one, or 'auto'")
-            return Path(resume)
+                return ConfigError(
+                    f"trainer.resume: '{resume}' is no complete step folder (it lacks {STATE}) - name one, or 'auto'"
+                )
+            return _say(Path(resume))
         for _, path in reversed(step_folders(root)):
             if is_complete(path):
-                return path
+                return _say(path)
             sys.stderr.write(f"[spmd_rl] {path} is incomplete: going on from an earlier step\n")
         return None
 
     chosen = on_first(world, choose, "checkpoint.find")
-    if isinstance(chosen, ValueError):
+    if isinstance(chosen, ConfigError):
         raise chosen
     return None if chosen is None else (chosen, json.loads((chosen / STATE).read_text()))
+
+
+def _say(path: Path) -> Path:
+    sys.stderr.write(f"[spmd_rl] going on from {path} (trainer.resume=never starts afresh)\n")
+    return path
 
 
 def export_hf(stream: WeightStream, source: Path, target: Path, dtype: str) -> None:

@@ -247,7 +247,11 @@ def _call(name: str, sample: Sample) -> _Outcome:
     try:
         returned = _BOUND[name]([sample])
         if not isinstance(returned, list) or len(returned) != 1:
-            return _Outcome(math.nan, kind="wrong_count", cause=f"returned {returned!r:.200} for a list of 1 sample")
+            return _Outcome(
+                math.nan,
+                kind="wrong_count",
+                cause=f"returned {returned!r:.200} for a list of 1 sample: return a list, one entry a sample",
+            )
         entry = returned[0] if isinstance(returned[0], dict) else {"score": returned[0]}
         extras = {key: float(value) for key, value in entry.items() if key != "score"}
         score = float(entry["score"])

@@ -12,11 +12,13 @@ import json
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
@@ -41,6 +43,7 @@ from spmd_rl.scoring import Scorer
 from spmd_rl.trainer import RLTrainer
 from spmd_rl.validation import parse_placement, replica_width, typed, unknown, validate
 
+FREE_FORM = ("reward.functions", "reward.kwargs", "data.train_kwargs", "data.val_kwargs", "data.chat_template_kwargs")
 CONFIG_ERROR = 2  # exit code, and `code` in the run's status.json
 
 
@@ -65,9 +68,12 @@ def compose_config(name: str, folder: Path | None, overrides: list[str]) -> tupl
     ours = config_folder()
     known = groups(ours, *([folder] if folder else []))
     changes = [f"hydra.searchpath=[file://{ours}]"] if folder else []
-    wrong = []
+    wrong, whole = [], {}
     for override in overrides:
         key, _, choice = override.partition("=")
+        if key in FREE_FORM and choice.startswith("{"):  # replaced as a whole, where Hydra would merge; plain YAML
+            whole[key] = choice
+            continue
         if re.fullmatch(r"[\w.-]+", choice) and choice not in known.get(key, [choice]):
             wrong.append(unknown(key, choice, known[key]))
         plain = key.split("@")[0] not in known and override[:1] not in "+~"
@@ -78,7 +84,10 @@ def compose_config(name: str, folder: Path | None, overrides: list[str]) -> tupl
     try:
         with initialize_config_dir(str((folder or ours).resolve()), version_base=None):
             raw = OmegaConf.to_container(compose(name, overrides=changes), resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+        for key, text in whole.items():
+            section, _, field = key.partition(".")
+            raw.setdefault(section, {})[field] = yaml.safe_load(text)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         what = " ".join(str(error).partition("Config search path")[0].split())
         raise ConfigError(f"config: {what} - see --help for the groups and their choices") from error
     config, problems = typed(raw)
@@ -132,6 +141,10 @@ def main(argv: list[str] | None = None) -> int:
     problems += validate(config, launch.world_size)
     if message := check_torchvision():
         problems.append(message)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problems.append(f"trainer.run_dir: cannot be made ({error}) - set a folder that can be written")
     if problems:
         return refuse(run_dir, launch, problems)
     transformers_logging.disable_progress_bar()
@@ -156,7 +169,8 @@ def refuse(run_dir: Path, launch: Launch, problems: list[str]) -> int:
     text = f"[spmd_rl] the configuration cannot run ({launch}):\n{lines}\n"
     if launch.rank == 0:
         sys.stderr.write(text)
-        write_status(run_dir, CONFIG_ERROR, "configuration", problems=problems)
+        with suppress(OSError):  # the folder may be the problem
+            write_status(run_dir, CONFIG_ERROR, "configuration", problems=problems)
     if not all_refuse(launch) and launch.rank:
         sys.stderr.write(text)  # rank 0 does not know
     return CONFIG_ERROR
@@ -197,7 +211,9 @@ class Parts:
         data, seed = config.data, config.trainer.seed
         self.train = PromptSource(data, data.train, data.train_kwargs, self.tokenizer, seed)
         self.val = PromptSource(data, data.val, data.val_kwargs, self.tokenizer, seed) if data.val else None
-        if found := reward_problems(config.reward, self.train.rows + (self.val.rows if self.val else [])):
+        sources = {"data.train": self.train, "data.val": self.val}
+        found = [f"{p} ({key})" for key, source in sources.items() if source for p in reward_problems(config.reward, source.rows)]
+        if found:
             raise ValueError("\n".join(found))
 
 
@@ -236,8 +252,13 @@ def job(config: Config, launch: Launch, store: Any, run_dir: Path) -> int:
     placement, _ = parse_placement(config, launch.world_size)
     roles = {name: Role(ranks, len(ranks) // replica_width(config, name)) for name, ranks in placement.items()}
     world = split_world(roles, launch, store, config.trainer.device, config.timeouts)
-    steps = fit(config, launch, world, parts, run_dir)
+    try:
+        steps = fit(config, launch, world, parts, run_dir)
+    except ConfigError as error:  # every rank raises it: what cannot be resumed
+        problems = [str(error)]
     close_world(world)
+    if problems:
+        return refuse(run_dir, launch, problems)
     if launch.rank == 0:
         write_status(run_dir, 0, "done" if steps == config.trainer.total_steps else "stopped", steps=steps)
     return 0
@@ -295,9 +316,11 @@ def fit(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Pat
 
 
 def writers(config: Config, launch: Launch, run_dir: Path, start: int) -> list:
-    """Rank 0 writes; the others have no writers. `start`: steps already in the files."""
+    """Rank 0 writes, from here on; the others have no writers. `start`: steps already in the files."""
     if launch.rank:
         return []
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    write_status(run_dir, -1, "running")
     return make_writers(config.logger, run_dir, config.trainer.total_steps, start + 1 if start else 0, asdict(config))
 
 
@@ -306,10 +329,7 @@ def cpu_has_bf16() -> bool:
 
 
 def introduce(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Path) -> None:
-    """What starts where: printed once, and the configuration kept beside the run."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
-    write_status(run_dir, -1, "running")
+    """What starts where, printed once."""
     print(f"[spmd_rl] {launch}; {config.trainer.device}, {config.engine.backend} in {config.engine.dtype}; run folder {run_dir}")
     if config.trainer.device == "cpu" and "bfloat16" in (config.engine.dtype, config.rollout.dtype) and not cpu_has_bf16():
         print("[spmd_rl] this CPU has no bfloat16 instructions: float32 is several times faster here (engine.dtype=float32)")
@@ -317,6 +337,7 @@ def introduce(config: Config, launch: Launch, world: World, parts: Parts, run_di
         print(f"[spmd_rl] {name}: ranks {list(mesh.ranks)} as {mesh.num_replicas} replicas of {mesh.width}")
     for source in filter(None, (parts.train, parts.val)):
         print(f"[spmd_rl] {source.describe()}")
+    print(f"[spmd_rl] reward: {' + '.join(f'{weight} x {name}' for name, weight in config.reward.functions.items())}")
 
 
 if __name__ == "__main__":

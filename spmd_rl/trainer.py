@@ -11,7 +11,7 @@ from pathlib import Path
 from spmd_rl.batch import Batch, Sampling
 from spmd_rl.checkpoint import export_hf, find_resume, save_step
 from spmd_rl.collectives import agree, gather_objects, reduce_stats
-from spmd_rl.config import ADVANTAGES, Config, resolve
+from spmd_rl.config import ADVANTAGES, Config, ConfigError, resolve
 from spmd_rl.data import PromptSource
 from spmd_rl.losses import ppo_loss, value_loss
 from spmd_rl.mesh import World
@@ -155,14 +155,14 @@ class RLTrainer:
     def load(self) -> int:
         """Collective over the world: restores the newest checkpoint where there is one; returns the first step to run.
 
-        Raises ValueError where it was made from other data or another seed."""
+        Raises ConfigError where it was made from other data or another seed."""
         found = find_resume(self.world, Path(self.config.trainer.run_dir) / "checkpoints", self.config.trainer.resume)
         start = 0
         if found:
             folder, state = found
             for field, now in (("data", self.source.fingerprint), ("seed", self.config.trainer.seed)):
                 if state[field] != now:
-                    raise ValueError(
+                    raise ConfigError(
                         f"trainer.resume: {folder} has another {field} ({state[field]}, now {now}) - set trainer.resume=never"
                     )
             start = state["step"]

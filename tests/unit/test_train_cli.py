@@ -155,3 +155,29 @@ def test_every_problem_is_printed_once(launcher, code, tmp_path):
     ours, _, summary = shown.partition(status["problems"][-1])
     assert f"{'torchrun' if launcher else 'python'}, rank 0 of {2 if launcher else 1} on" in ours
     assert "Traceback" not in ours and ("exitcode  : 2" in summary) == bool(launcher)
+
+
+def test_a_mapping_given_whole_is_yaml_and_replaces():
+    """Also names with a colon, as docs/extending.md shows them."""
+    config, problems = compose_config(
+        "tiny", None, ["reward.functions={my_rewards:brevity: 1.0}", "reward.kwargs={my_rewards:brevity: {limit: 12}}"]
+    )
+    assert not problems
+    assert config.reward.functions == {"my_rewards:brevity": 1.0}
+    assert config.reward.kwargs == {"my_rewards:brevity": {"limit": 12}}
+    assert compose_config("tiny", None, [])[0].reward.functions == {"overlap": 1.0}
+    part, problems = compose_config("quickstart", None, ["data.val_kwargs.size=12"])
+    assert not problems and part.data.val_kwargs == {"split": "val", "size": 12}
+
+
+def test_own_data_takes_nothing_from_ours():
+    config, problems = compose_config("train", None, ["data.train=train.jsonl"])
+    assert not problems
+    assert (config.data.train_kwargs, config.data.val, config.data.val_kwargs) == ({}, None, {})
+
+
+def test_a_run_folder_that_cannot_be_made_is_a_problem_of_the_configuration(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("spmd_rl.train.detect_launch", lambda: detect_launch({}))
+    assert main(["--config-name", "tiny", f"trainer.run_dir={tmp_path}/file/run"]) == 2
+    assert "trainer.run_dir: cannot be made" in capsys.readouterr().err
