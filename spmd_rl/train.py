@@ -319,6 +319,7 @@ def writers(config: Config, launch: Launch, run_dir: Path, start: int) -> list:
     """Rank 0 writes, from here on; the others have no writers. `start`: steps already in the files."""
     if launch.rank:
         return []
+    run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
     write_status(run_dir, -1, "running")
     return make_writers(config.logger, run_dir, config.trainer.total_steps, start + 1 if start else 0, asdict(config))
