@@ -21,6 +21,7 @@ import torch
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -86,12 +87,20 @@ def compose_config(name: str, folder: Path | None, overrides: list[str]) -> tupl
             raw = OmegaConf.to_container(compose(name, overrides=changes), resolve=True)
         for key, text in whole.items():
             section, _, field = key.partition(".")
-            raw.setdefault(section, {})[field] = yaml.safe_load(text)
+            raw.setdefault(section, {})[field] = mapping(text)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         what = " ".join(str(error).partition("Config search path")[0].split())
         raise ConfigError(f"config: {what} - see --help for the groups and their choices") from error
     config, problems = typed(raw)
     return resolve_auto(config), problems
+
+
+def mapping(text: str) -> dict[str, Any]:
+    """`{name: value}` as YAML, whose names may hold a colon, or in Hydra's own spelling `{name:value}`."""
+    found: Any = yaml.safe_load(text)
+    if None in found.values():
+        found = OverridesParser.create().parse_override(f"x={text}").value()
+    return found
 
 
 def resolve_auto(config: Config) -> Config:
@@ -319,7 +328,6 @@ def writers(config: Config, launch: Launch, run_dir: Path, start: int) -> list:
     """Rank 0 writes, from here on; the others have no writers. `start`: steps already in the files."""
     if launch.rank:
         return []
-    run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
     write_status(run_dir, -1, "running")
     return make_writers(config.logger, run_dir, config.trainer.total_steps, start + 1 if start else 0, asdict(config))

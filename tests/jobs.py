@@ -60,6 +60,7 @@ def run_jobs(folder: Path) -> None:
         config, problems = train.compose_config("tiny", None, [*BASE, f"trainer.run_dir={folder / name}", *overrides])
         problems += validate(config, launch.world_size)
         assert not problems, problems
+        (folder / name).mkdir(exist_ok=True)
         needed = replace(world, meshes={role: world.meshes[role] for role in needed_roles(config)})
         try:
             train.fit(config, launch, needed, train.prepare(config), folder / name)

@@ -165,6 +165,10 @@ def test_a_mapping_given_whole_is_yaml_and_replaces():
     assert not problems
     assert config.reward.functions == {"my_rewards:brevity": 1.0}
     assert config.reward.kwargs == {"my_rewards:brevity": {"limit": 12}}
+    assert compose_config("tiny", None, ["reward.functions={exact:1,numeric:0.5}"])[0].reward.functions == {
+        "exact": 1,
+        "numeric": 0.5,
+    }
     assert compose_config("tiny", None, [])[0].reward.functions == {"overlap": 1.0}
     part, problems = compose_config("quickstart", None, ["data.val_kwargs.size=12"])
     assert not problems and part.data.val_kwargs == {"split": "val", "size": 12}
