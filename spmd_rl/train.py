@@ -208,7 +208,9 @@ def write_status(run_dir: Path, code: int, state: str, **more: Any) -> None:
 
 
 class Parts:
-    """What every rank makes alike: model files, tokenizer, data."""
+    """What every rank makes alike: model files, tokenizer, data.
+
+    Raises ValueError, ImportError or OSError: what the user has to mend."""
 
     def __init__(self, config: Config):
         folder = resolve_model(config.model.path)
@@ -224,11 +226,6 @@ class Parts:
         found = [f"{p} ({key})" for key, source in sources.items() if source for p in reward_problems(config.reward, source.rows)]
         if found:
             raise ValueError("\n".join(found))
-
-
-def prepare(config: Config) -> Parts:
-    """Raises ValueError, ImportError or OSError: what the user has to mend."""
-    return Parts(config)
 
 
 def run(config: Config, launch: Launch, run_dir: Path) -> int:
@@ -253,7 +250,7 @@ def job(config: Config, launch: Launch, store: Any, run_dir: Path) -> int:
     """Collective over every rank; the exit code."""
     parts, problem = None, None
     try:
-        parts = prepare(config)
+        parts = Parts(config)
     except (ValueError, ImportError, OSError) as error:
         problem = str(error)
     if problems := shared_problems(problem, launch, store):

@@ -63,7 +63,7 @@ def run_jobs(folder: Path) -> None:
         (folder / name).mkdir(exist_ok=True)
         needed = replace(world, meshes={role: world.meshes[role] for role in needed_roles(config)})
         try:
-            train.fit(config, launch, needed, train.prepare(config), folder / name)
+            train.fit(config, launch, needed, train.Parts(config), folder / name)
         except ValueError as error:
             (folder / name / f"error{launch.rank}.txt").write_text(str(error))
     for pool in pools:

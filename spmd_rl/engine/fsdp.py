@@ -68,7 +68,8 @@ class FSDPEngine(EagerEngine):
             head = None
             if model_config.model_type == "value_model":
                 head = nn.Linear(hf_config.hidden_size, 1, bias=False, dtype=torch.float32)
-                lm.set_output_embeddings(None) if not hf_config.tie_word_embeddings else None
+                if not hf_config.tie_word_embeddings:
+                    lm.set_output_embeddings(None)
             self.module = TokenModel(lm, engine_config.logprob_chunk, head)
         if engine_config.activation_checkpointing:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
