@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REGISTRY = "spmd_rl.engine.registry:EngineRegistry"
-ROLLOUTS = {"hf": "spmd_rl.roles.hf_rollout:HFRollout"}
+ROLLOUTS = {"vllm": "spmd_rl.roles.vllm_rollout:VLLMRollout", "hf": "spmd_rl.roles.hf_rollout:HFRollout"}
 ADVANTAGES = {
     "grpo": "spmd_rl.advantages:grpo",
     "rloo": "spmd_rl.advantages:rloo",
@@ -28,12 +28,14 @@ REWARDS = {
     "overlap": "spmd_rl.rewards:overlap",
     "reasoning_gym": "spmd_rl.rewards:reasoning_gym",
 }
+ENVIRONMENTS = {"calculator": "spmd_rl.environments:Calculator"}
 DATASETS = {
     "letters": "spmd_rl.data:letters",
     "arithmetic": "spmd_rl.data:arithmetic",
     "reasoning_gym": "spmd_rl.data:reasoning_gym",
 }
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+CORRECTIONS = ("auto", "off", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
 SCHEDULES = ("constant", "linear", "cosine")
 DTYPES = ("float32", "bfloat16")
 ROLES = ("actor", "rollout", "ref", "critic")
@@ -115,14 +117,26 @@ class CheckpointConfig:
 
 @dataclass
 class RolloutConfig:
-    backend: str = "hf"
+    """The last five are vLLM's."""
+
+    backend: str = "vllm"
     n: int = 8  # samples of each prompt: the group
     temperature: float = 1.0
+    top_p: float = 1.0  # only 1 and 0: a truncated distribution is not the one that the trainer's log-probs are of
+    top_k: int = 0
     max_response_tokens: int = 64
     min_response_tokens: int = 0
     stop_token_ids: list[int] = field(default_factory=list)  # besides the model's own end-of-sequence ids
     dtype: str = "auto"  # auto: the engine's
-    max_batch_rows: int = 64  # sequences decoded together on a rank
+    max_batch_rows: int = 64  # sequences decoded together on a replica
+    max_logprob_diff: float | None = None  # abort over it, nats; None: 1e-3 on cpu in float32, else off; 0: off
+    max_step_tokens: int = 0  # tokens that a sample may grow by in one step; 0: to its end
+    max_step_seconds: float = 0.0  # a deadline of generation, not reproducible; 0: none
+    tensor_parallel_size: int = 1  # ranks of a replica
+    max_model_len: int | None = None  # tokens of prompt and response; None: what data and rollout allow
+    kv_cache_gb: float | None = None  # a rank; None: cpu: what max_batch_rows of the longest sequences need, cuda: what is left
+    gpu_memory_utilization: float = 0.6  # cuda: fraction of the device for weights and cache while generating
+    block_size: int = 32  # tokens of a cache block; siblings share whole blocks of their prompt
 
 
 @dataclass
@@ -142,8 +156,22 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     entropy_metric: bool = False
     value_clip: float | None = 0.2
+    rollout_correction: str = "auto"  # CORRECTIONS; auto: token-truncate where the rollout is in bfloat16, else off
+    rollout_correction_cap: float = 2.0
     epochs: int = 1
     num_mini_batches: int = 1
+
+
+@dataclass
+class EnvironmentConfig:
+    """Episodes of several turns. `name`: in ENVIRONMENTS, or `module:attribute` of your own; None: one turn, no environment."""
+
+    name: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    role: str = "tool"  # tool | user: whose message an observation is in the chat template
+    max_turns: int = 8  # assistant turns of an episode
+    timeout_s: float = 30.0  # for one reset or step
+    workers: int = 64  # processes of a replica, one a live episode
 
 
 @dataclass
@@ -177,6 +205,7 @@ class TrainerConfig:
     val_temperature: float = 1.0  # used when val_n > 1
     export_hf: bool = False  # after the last step, write a Hugging Face folder
     sample_rows: int = 4  # rows of the sample table a step
+    min_free_gb: float = 0.25  # of device memory, around each phase; below it the run stops and shows who holds what
 
 
 @dataclass
@@ -208,6 +237,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
