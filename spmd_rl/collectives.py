@@ -62,6 +62,11 @@ def all_max(numbers: Sequence[int], group: Group, name: str) -> list[int]:
     return tensor.tolist()
 
 
+def all_max_float(numbers: Sequence[float], group: Group, name: str) -> list[float]:
+    """Collective: the elementwise maximum over ranks; NaN where it is on any, which a reduce by MAX may lose."""
+    return torch.stack(all_gather_even(torch.tensor(numbers, dtype=torch.float64), group, name)).amax(0).tolist()
+
+
 def all_sum(tensor: Tensor, group: Group, name: str) -> Tensor:
     """Collective: the elementwise sum over ranks, as a new tensor."""
     total = tensor.detach().clone()

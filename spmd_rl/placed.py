@@ -150,21 +150,32 @@ def _decode(part: _Part, names: list[str], width: int) -> Batch:
     return make_batch(tensors)
 
 
+def digest(tensor: Tensor) -> int:
+    """A checksum of the tensor's bits: their sum as integers, which costs little more than reading them once."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+    return int(words.sum()) + int(flat[words.numel() * 8 :].sum())
+
+
 @dataclass(frozen=True)
 class WeightStream:
-    """Lazy (HF name, full tensor) pairs of a mesh; None outside it. Consumed once, before any other traffic."""
+    """Lazy (HF name, full tensor) pairs of a mesh; None outside it. Consumed once, before any other traffic.
+
+    `expected`, called after the last pair: what the source itself makes of these weights (log-probs of the probe)."""
 
     mesh: RoleMesh
     named: Iterable[tuple[str, Tensor]] | None
+    expected: Callable[[], list[list[float]]] = list
 
     def to(self, mesh: RoleMesh) -> WeightStream:
         """Local now, collective over source and destination when consumed. Within one cell it is handed over in place.
 
         Across cells the ranks of the source take turns as senders of a bucket, so that no single link is the limit."""
         if {*self.mesh.ranks} == {*mesh.ranks}:
-            return WeightStream(mesh, self.named)
-        involved = self.mesh.here or mesh.here
-        return WeightStream(mesh, _send_buckets(self, mesh) if involved else None)
+            return WeightStream(mesh, self.named, self.expected)
+        if not self.mesh.here and not mesh.here:
+            return WeightStream(mesh, None)
+        return WeightStream(mesh, _send_buckets(self, mesh), partial(_send_expected, self, mesh))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.named or ()
@@ -177,16 +188,25 @@ def _send_buckets(stream: WeightStream, mesh: RoleMesh) -> Iterator[tuple[str, T
     for turn in count():
         sender = senders[turn % len(senders)]
         bucket = next(buckets, None) if buckets is not None else None
-        header = [(name, tuple(t.shape), t.dtype) for name, t in bucket] if bucket else None
+        sends = bridge.ranks[sender] == mesh.world_rank
+        header = [(name, tuple(t.shape), t.dtype, digest(t) if sends else 0) for name, t in bucket] if bucket else None
         header = broadcast_object(header, sender, bridge.control, "weights.header")
         if header is None:
             return
         received = []
-        for i, (name, shape, dtype) in enumerate(header):
+        for i, (name, shape, dtype, checksum) in enumerate(header):
             tensor = bucket[i][1].contiguous() if bucket else torch.empty(shape, dtype=dtype, device=mesh.device)
             received.append((name, broadcast(tensor, sender, bridge.payload, f"weights[{name}]")))
-        traffic["weights"] += sum(t.nbytes for _, t in received) if bridge.ranks[sender] == mesh.world_rank else 0
+            if mesh.here and digest(tensor) != checksum:
+                raise RuntimeError(f"weights: {name} is not what rank {bridge.ranks[sender]} sent (checksums differ)")
+        traffic["weights"] += sum(t.nbytes for _, t in received) if sends else 0
         yield from received if mesh.here else ()
+
+
+def _send_expected(stream: WeightStream, mesh: RoleMesh) -> list[list[float]]:
+    bridge = mesh.bridge(stream.mesh)
+    found = stream.expected() if stream.mesh.here else None
+    return broadcast_object(found, bridge.ranks.index(stream.mesh.ranks[0]), bridge.control, "weights.expected")
 
 
 def _buckets(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

@@ -13,11 +13,7 @@ import importlib.util
 import inspect
 import logging
 import math
-import multiprocessing
-import os
 import re
-import sys
-import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -25,20 +21,18 @@ from concurrent.futures import TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from decimal import Decimal
-from importlib.machinery import ModuleSpec
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from pebble import ProcessFuture, ProcessPool
 
 from spmd_rl.config import REWARDS, RewardConfig, closest, resolve
+from spmd_rl.workers import WorkerContext, enter_worker, search_path
 
 NEEDS_ANSWER = ("exact", "numeric", "overlap", "math_verify")
 PACKAGES = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}  # of the extra `tasks`
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 MAX_MESSAGES = 5
 _BOUND: dict[str, Callable] = {}  # in a worker: the functions with their keyword arguments
-_SPEC_LOCK = threading.Lock()
 
 
 @dataclass
@@ -209,37 +203,13 @@ class _Outcome:
     cause: str = ""
 
 
-class _WorkerProcess(ForkServerProcess):
-    """A worker that does not run the parent's main module again, which would import torch there."""
-
-    def start(self) -> None:
-        main = sys.modules["__main__"]
-        with _SPEC_LOCK:
-            spec, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)  # this name is never run again
-            try:
-                super().start()
-            finally:
-                main.__spec__ = spec
-
-
-class _WorkerContext(ForkServerContext):
-    Process = _WorkerProcess
-
-
 def _start_worker(config: RewardConfig, path: list[str]) -> None:
     """In a worker: import the functions from the parent's `path`, so that no call's time-out pays for it."""
-    sys.path[:] = path
-    os.setsid()  # a signal to the rank's process group is not for its workers
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    enter_worker(path)
     for name in config.functions:
         if name in PACKAGES:
             importlib.import_module(PACKAGES[name])
         _BOUND[name] = functools.partial(resolve(name, REWARDS), **config.kwargs.get(name, {}))
-
-
-def _exit_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 def _call(name: str, sample: Sample) -> _Outcome:
@@ -272,8 +242,8 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig):
         self.config = config
-        path = [os.path.abspath(entry) for entry in sys.path]  # '' is the current folder, also after a chdir
-        self._pool = ProcessPool(config.workers, initializer=_start_worker, initargs=(config, path), context=_WorkerContext())
+        initargs = (config, search_path())
+        self._pool = ProcessPool(config.workers, initializer=_start_worker, initargs=initargs, context=WorkerContext())
 
     def check(self, rows: list[dict] | tuple = ()) -> None:
         """Raises ValueError with every problem of the configuration and of the `rows`' answers. Calls no reward."""

@@ -86,6 +86,8 @@ class Scorer:
         stats: Stats = {
             f"{p}reward/mean": Mean(sum(valid), len(valid)),
             f"{p}reward/max": Max(max(valid, default=-math.inf)),
+            f"{p}response/samples": Sum(count),
+            f"{p}response/tokens": Sum(float(lengths.sum())),
             f"{p}response/length_mean": Mean(float(lengths.sum()), count),
             f"{p}response/length_max": Max(float(lengths.max()) if count else -math.inf),
             f"{p}response/truncated_fraction": Mean(float(batch.truncated.sum()), count),

@@ -39,7 +39,7 @@ from spmd_rl.models import check_torchvision, resolve_model
 from spmd_rl.rewards import RewardPool
 from spmd_rl.rewards import problems as reward_problems
 from spmd_rl.roles.actor_rollout_ref import ActorRolloutRefWorker
-from spmd_rl.roles.server_adapter import RolloutModel
+from spmd_rl.roles.generation import RolloutModel
 from spmd_rl.scoring import Scorer
 from spmd_rl.trainer import RLTrainer
 from spmd_rl.validation import parse_placement, replica_width, typed, unknown, validate
@@ -111,12 +111,24 @@ def resolve_auto(config: Config) -> Config:
     dtype = config.engine.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
-    rollout = dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+    given = config.rollout
+    sampled = dtype if given.dtype == "auto" else given.dtype
+    exact = device == "cpu" and dtype == sampled == "float32" and not given.min_response_tokens
+    rollout = replace(
+        given,
+        dtype=sampled,
+        max_model_len=given.max_model_len or config.data.max_prompt_tokens + given.max_response_tokens,
+        max_logprob_diff=(1e-3 if exact else 0.0) if given.max_logprob_diff is None else given.max_logprob_diff,
+    )
+    correction = config.algorithm.rollout_correction
+    if correction == "auto":
+        correction = "token-truncate" if sampled == "bfloat16" else "off"
     return replace(
         config,
         trainer=replace(config.trainer, device=device),
         engine=replace(config.engine, dtype=dtype),
-        rollout=replace(config.rollout, dtype=rollout),
+        rollout=rollout,
+        algorithm=replace(config.algorithm, rollout_correction=correction),
     )
 
 
@@ -217,10 +229,16 @@ class Parts:
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
         eos = GenerationConfig.from_pretrained(folder).eos_token_id if (Path(folder) / "generation_config.json").exists() else None
         ids = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-        pad = self.tokenizer.pad_token_id
-        self.model = RolloutModel(folder, tuple(sorted(ids)), 0 if pad is None else pad, config.model.trust_remote_code)
+        heads = json.loads((Path(folder) / "config.json").read_text()).get("num_attention_heads", 1)
+        if heads % config.rollout.tensor_parallel_size:
+            fits = [n for n in range(1, heads + 1) if heads % n == 0]
+            raise ValueError(
+                f"rollout.tensor_parallel_size: {config.rollout.tensor_parallel_size} does not divide the model's {heads} "
+                f"attention heads - set one of {fits}"
+            )
         data, seed = config.data, config.trainer.seed
         self.train = PromptSource(data, data.train, data.train_kwargs, self.tokenizer, seed)
+        self.model = RolloutModel(folder, tuple(sorted(ids)), config.model.trust_remote_code, self.train.probe())
         self.val = PromptSource(data, data.val, data.val_kwargs, self.tokenizer, seed) if data.val else None
         sources = {"data.train": self.train, "data.val": self.val}
         found = [f"{p} ({key})" for key, source in sources.items() if source for p in reward_problems(config.reward, source.rows)]

@@ -49,6 +49,8 @@ class RLTrainer:
         self.advantage = partial(resolve(algorithm.advantage, ADVANTAGES), algorithm, all_sum=self.actor.all_sum)
         self.policy_loss, self.value_loss = partial(ppo_loss, algorithm), partial(value_loss, algorithm)
         self.keep = has_advantage if algorithm.kl_coef == algorithm.entropy_coef == 0 else None
+        limit = config.rollout.max_logprob_diff
+        self.limits = {"rollout/logprob_diff_max": limit} if limit else None
         self.trained_once = algorithm.epochs == algorithm.num_mini_batches == 1
 
     def fit(self, open_writers: Callable[[int], list[Writer]]) -> int:
@@ -84,6 +86,7 @@ class RLTrainer:
         actor, phases, config = self.actor, self.phases, self.config.algorithm
         samples = self.sample(step)
         with phases("move"):
+            self.rollout.sleep()
             batch = samples.to(actor.mesh)
         with phases("infer"):
             if self.ref:
@@ -95,19 +98,20 @@ class RLTrainer:
         with phases("advantage"):
             batch = batch.map(self.advantage)
         stats: Stats = {}
+        policy_loss = partial(self.policy_loss, version=step)
         with phases("train"):
             for mini in batch.mini_batches(config.epochs, config.num_mini_batches, f"{self.config.trainer.seed}/{step}"):
                 if self.critic:
                     stats = add_stats(stats, self.critic.train_batch(mini.to(self.critic.mesh), self.value_loss))
-                stats = add_stats(stats, actor.train_batch(mini, self.policy_loss, self.keep))
+                stats = add_stats(stats, actor.train_batch(mini, policy_loss, self.keep, self.limits))
         with phases("weights"):
             self.rollout.update_weights(actor.weights().to(self.rollout.mesh), version=step + 1)
         return stats
 
     def sample(self, step: int) -> Placed[Batch]:
         """Collective over the rollout mesh: the scored samples of a step."""
-        prompts = shard_prompts(self.source.prompts(step, self.config.data.prompts_per_step), self.rollout.mesh)
         with self.phases("generate"):
+            prompts = self.rollout.next_prompts(self.source.prompts, step, self.config.data.prompts_per_step)
             samples = self.rollout.generate(prompts, self.sampling, step)
         with self.phases("reward"):
             return samples.score(self.scorer.bind(step, self.sampling.max_tokens, self.config.trainer.sample_rows))
@@ -130,16 +134,15 @@ class RLTrainer:
         """Collective over the world: reduces the step's statistics once and writes them where there are writers."""
         found, shown = self.scorer.take()
         phases = self.phases.step()
-        stats = add_stats(stats, found) | {key: Mean(seconds, 1) for key, seconds in phases.items()}
+        stats = add_stats(add_stats(stats, found), self.rollout.take()) | {key: Mean(seconds, 1) for key, seconds in phases.items()}
         stats |= {key: Max(value) for key, value in memory().items()}
         stats |= {f"traffic/{kind}_bytes": Sum(traffic[kind]) for kind in ("batch", "weights")}
         traffic.clear()
         values = reduce_stats(stats, self.world.control, "log")
         if step:
-            rows = self.config.data.prompts_per_step * self.config.rollout.n
             seconds = values["time/step"] - values.get("time/validate", 0.0)
-            values["perf/samples_per_second"] = rows / seconds
-            values["perf/tokens_per_second"] = rows * values["response/length_mean"] / seconds
+            values["perf/samples_per_second"] = values["response/samples"] / seconds
+            values["perf/tokens_per_second"] = values["response/tokens"] / seconds
         table = [row for part in gather_objects(shown, self.world.control, "log.samples") for row in part]
         for writer in self.writers:
             writer.write(step, values)
@@ -166,17 +169,17 @@ class RLTrainer:
                         f"trainer.resume: {folder} has another {field} ({state[field]}, now {now}) - set trainer.resume=never"
                     )
             start = state["step"]
-            for role in self._trained():
+            for role in self._stored():
                 role.load(folder)
         self.rollout.update_weights(self.actor.weights().to(self.rollout.mesh), version=start)
         return start
 
     def _save_roles(self, folder: Path) -> None:
-        for role in self._trained():
+        for role in self._stored():
             role.save(folder)
 
-    def _trained(self) -> list:
-        return [role for role in (self.actor, self.critic) if role]
+    def _stored(self) -> list:
+        return [role for role in (self.actor, self.critic, self.rollout) if role]
 
     def _stop(self, signum, frame) -> None:
         self.stopping = True

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from spmd_rl.config import (
     ADVANTAGES,
     AGGREGATIONS,
+    CORRECTIONS,
     DTYPES,
     POLICY_LOSSES,
     REGISTRY,
@@ -162,7 +163,7 @@ def _engine_module(backend: str) -> Any:
 def replica_width(config: Config, role: str) -> int:
     """Ranks that work on the same rows of a role."""
     if role == "rollout":
-        return 1
+        return config.rollout.tensor_parallel_size
     return resolve(REGISTRY, {}).module(config.engine.backend).replica_width(config.engine)
 
 
@@ -171,16 +172,48 @@ def validate(config: Config, world_size: int) -> list[str]:
 
     Needs no process group and no model."""
     placement, problems = parse_placement(config, world_size)
-    problems += _value_problems(config)
+    problems += _value_problems(config) + _rollout_problems(config)
     if (module := _engine_module(config.engine.backend)) is not None:
         for role, ranks in placement.items():
-            if role == "rollout":
-                continue
-            if len(ranks) % replica_width(config, role):
-                problems.append(f"placement.{role}: {len(ranks)} ranks are no multiple of {replica_width(config, role)}")
-            problems += [p for p in module.problems(config.engine, len(ranks)) if p not in problems]
+            width = replica_width(config, role)
+            if width < 1 or len(ranks) % width:
+                key = "rollout.tensor_parallel_size" if role == "rollout" else f"placement.{role}"
+                problems.append(f"{key}: {len(ranks)} ranks are no multiple of {width}, the ranks of a replica of {role}")
+            elif role != "rollout":
+                problems += [p for p in module.problems(config.engine, len(ranks)) if p not in problems]
         problems += _batch_problems(config, {role: len(r) // replica_width(config, role) for role, r in placement.items()})
-    return problems + resolve("spmd_rl.rewards:problems", {})(config.reward)
+    for family, section in (("rewards", config.reward), ("environments", config.environment)):
+        problems += resolve(f"spmd_rl.{family}:problems", {})(section)
+    return problems
+
+
+def _rollout_problems(config: Config) -> list[str]:
+    """What the rollout cannot do: of the backend, and what would bias its samples."""
+    rollout, found = config.rollout, []
+    if rollout.top_p != 1 or rollout.top_k != 0:
+        found.append(
+            f"rollout.top_p, rollout.top_k: {rollout.top_p} and {rollout.top_k} cut the distribution that is trained - set 1 and 0"
+        )
+    if rollout.max_logprob_diff and rollout.min_response_tokens:
+        found.append(
+            f"rollout.max_logprob_diff: {rollout.max_logprob_diff} with rollout.min_response_tokens={rollout.min_response_tokens}, "
+            f"which takes stop ids out of the rollout's distribution only - set one of them to 0"
+        )
+    if config.environment.name and (rollout.max_step_tokens or rollout.max_step_seconds):
+        found.append(
+            "rollout.max_step_tokens, rollout.max_step_seconds: an environment's episode cannot be kept for the next step - set 0"
+        )
+    if rollout.max_model_len is not None and rollout.max_model_len <= rollout.max_response_tokens:
+        found.append(
+            f"rollout.max_model_len: {rollout.max_model_len} leaves no room for a prompt beside rollout.max_response_tokens "
+            f"({rollout.max_response_tokens}) - set {config.data.max_prompt_tokens + rollout.max_response_tokens}"
+        )
+    module = ROLLOUTS.get(rollout.backend, rollout.backend).partition(":")[0]
+    try:
+        found += resolve(f"{module}:problems", {})(rollout, config.trainer.device)
+    except (ValueError, ImportError):
+        pass  # an unknown name is reported with the other names; a backend of one's own need not have problems
+    return found
 
 
 def _value_problems(config: Config) -> list[str]:
@@ -210,6 +243,7 @@ def _value_problems(config: Config) -> list[str]:
         "critic.optimizer.schedule": SCHEDULES,
         "algorithm.aggregation": AGGREGATIONS,
         "algorithm.kl_type": ("k1", "k2", "k3"),
+        "algorithm.rollout_correction": CORRECTIONS[1:],
         "trainer.device": ("cpu", "cuda"),
         "logger.wandb_mode": ("offline", "online", "disabled"),
     }
@@ -218,10 +252,12 @@ def _value_problems(config: Config) -> list[str]:
             problems.append(unknown(path, value, allowed))
     at_least = {
         1: "data.prompts_per_step data.max_prompt_tokens rollout.n rollout.max_response_tokens rollout.max_batch_rows "
-        "algorithm.epochs algorithm.num_mini_batches trainer.total_steps trainer.val_n engine.logprob_chunk",
+        "rollout.tensor_parallel_size rollout.block_size algorithm.epochs algorithm.num_mini_batches "
+        "trainer.total_steps trainer.val_n engine.logprob_chunk",
         0: "rollout.temperature rollout.min_response_tokens optimizer.warmup_steps optimizer.weight_decay "
         "optimizer.learning_rate optimizer.clip_grad_norm trainer.save_every trainer.eval_every trainer.keep trainer.seed "
-        "trainer.sample_rows algorithm.kl_coef algorithm.clip_ratio critic.optimizer.learning_rate",
+        "trainer.sample_rows trainer.min_free_gb rollout.max_logprob_diff rollout.max_step_tokens rollout.max_step_seconds "
+        "algorithm.rollout_correction_cap algorithm.kl_coef algorithm.clip_ratio critic.optimizer.learning_rate",
     }  # fmt: skip
     for least, paths in at_least.items():
         problems += [

@@ -20,14 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.batch import Batch, TokenOutput, make_batch
+from spmd_rl.config import AGREEMENT
 from spmd_rl.engine.attention import NAME
 from spmd_rl.engine.base import BaseEngine, lr_multiplier
 from spmd_rl.engine.hf_names import to_checkpoint
 from spmd_rl.engine.logprob import token_log_probs
 from spmd_rl.engine.packing import Packed, dummy_batch, pack
 from spmd_rl.metrics import Stats, add_stats
-
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}  # of the self-check, mean |log-prob difference| in nats
 
 
 class TokenModel(nn.Module):
@@ -192,7 +191,7 @@ class EagerEngine(BaseEngine):
     def _check_packing(self) -> None:
         """Raises ValueError when packed log-probs are not the model's own; gives up sharing prompts when only that fails."""
         rows = _check_rows(self.module.lm.config.vocab_size)
-        tolerance = TOLERANCE[self.config.dtype]
+        tolerance = AGREEMENT[self.config.dtype]
         with self.eval_mode():
             own = [self.module(pack(rows[i : i + 1], False, 1, self.mesh.device), own_logits=True)[0] for i in range(len(rows))]
 

@@ -5,7 +5,6 @@ Replicated float32 parameters stay plain tensors: FSDP would hold a second copy 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from spmd_rl.config import EngineConfig
 from spmd_rl.engine.attention import NAME, register_attention
 from spmd_rl.engine.eager import EagerEngine, TokenModel
-from spmd_rl.engine.hf_names import sources
+from spmd_rl.engine.hf_names import sources, stored_files
 
 REPLICATE_BELOW = 1_000_000_000  # parameters: on the host, sharding a smaller model costs more than it saves
 
@@ -150,13 +149,8 @@ def _load_slices(module: TokenModel, folder: Path) -> None:
     """Copies into each parameter the part of the safetensors files that this rank holds.
 
     Raises ValueError naming what the files lack, and where shapes differ."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        where = json.loads(index.read_text())["weight_map"]
-    else:
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            where = dict.fromkeys(file.keys(), "model.safetensors")
-    files = {name: safe_open(folder / name, "pt") for name in set(where.values())}
+    where = stored_files(folder)
+    files = {path: safe_open(path, "pt") for path in set(where.values())}
     missing = []
     with torch.no_grad():
         for name, parameter in module.lm.named_parameters():

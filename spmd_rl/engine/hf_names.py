@@ -11,8 +11,11 @@ A tied parameter (`lm_head.weight` under `tie_word_embeddings`) has no entry: `n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
+from safetensors import safe_open
 from torch import Tensor
 
 Index = tuple[int | slice, ...]
@@ -51,3 +54,25 @@ def to_checkpoint(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 def from_checkpoint(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """For each checkpoint name the view, without gradient, of the parameter that it fills: `copy_` into it to load."""
     return {hf_name: view for name, param in params.items() for hf_name, view in to_checkpoint(name, param.detach())}
+
+
+def stored_files(folder: Path | str) -> dict[str, Path]:
+    """The safetensors file that holds each tensor of a checkpoint folder."""
+    index = Path(folder) / "model.safetensors.index.json"
+    if index.exists():
+        return {name: Path(folder) / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    single = Path(folder) / "model.safetensors"
+    with safe_open(single, "pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def stored_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a checkpoint folder, from the headers of its files; a tied head is not listed."""
+    found = {}
+    files = stored_files(folder)
+    for path in sorted(set(files.values())):
+        with safe_open(path, "pt") as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if json.loads((Path(folder) / "config.json").read_text()).get("tie_word_embeddings"):
+        found.pop("lm_head.weight", None)
+    return found

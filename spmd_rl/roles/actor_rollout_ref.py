@@ -7,7 +7,8 @@ from dataclasses import replace
 from spmd_rl.config import Config
 from spmd_rl.engine.base import EngineModel
 from spmd_rl.mesh import World
-from spmd_rl.roles.server_adapter import RolloutModel, ServerAdapter
+from spmd_rl.roles.generation import Dialogue, RolloutModel
+from spmd_rl.roles.server_adapter import ServerAdapter
 from spmd_rl.roles.training_worker import TrainingWorker, TrainingWorkerConfig
 from spmd_rl.validation import updates_per_step
 
@@ -15,7 +16,7 @@ from spmd_rl.validation import updates_per_step
 class ActorRolloutRefWorker:
     """`.actor_worker`, `.rollout`, `.ref_worker` (only where a KL term asks for it), `.critic_worker` (only for gae)."""
 
-    def __init__(self, config: Config, world: World, model: RolloutModel):
+    def __init__(self, config: Config, world: World, model: RolloutModel, dialogue: Dialogue | None = None):
         self.model = model
         algorithm = config.algorithm
         common = {
@@ -37,6 +38,7 @@ class ActorRolloutRefWorker:
                 model=engine_model(model.folder),
                 optimizer=scheduled(config.optimizer),
                 infer_field="old_log_probs",
+                probe=model.probe,
                 with_entropy=algorithm.entropy_coef != 0 or algorithm.entropy_metric,
                 **common,
             ),
@@ -65,4 +67,6 @@ class ActorRolloutRefWorker:
                 ),
                 world.meshes["critic"],
             )
-        self.rollout = ServerAdapter(config.rollout, model, config.trainer.seed, world.meshes["rollout"])
+        self.rollout = ServerAdapter(
+            config.rollout, model, config.trainer.seed, world.meshes["rollout"], dialogue, config.engine.dtype
+        )

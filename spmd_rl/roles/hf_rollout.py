@@ -1,24 +1,27 @@
 """Generation with a whole transformers model on each rank: the rollout backend that needs nothing but torch.
 
 A prompt is computed once for its group; its keys and values are then copied to the siblings, which decode together in
-one preallocated cache. B rows decoding, P prompts, R samples, T tokens, N = max_tokens, V vocabulary, L cache columns.
+one preallocated cache. B rows decoding, P prompts, R requests, T tokens, N = max_tokens, V vocabulary, L cache columns.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from spmd_rl.batch import Batch, Prompts, Sampling, sample_seed
+from spmd_rl.batch import Sampling
 from spmd_rl.config import RolloutConfig
 from spmd_rl.engine import hf_names
+from spmd_rl.mesh import RoleMesh
+from spmd_rl.roles.generation import Expired, Reply, Request, RolloutBackend, RolloutModel
 
 ATTENTION = "spmd_rl_grouped"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -104,11 +107,11 @@ class Prefix:
 
 @dataclass
 class Drawn:
-    """The responses of all samples, filled as they are drawn."""
+    """The replies to all requests, filled as tokens are drawn."""
 
     tokens: Tensor  # [R, N] int64
     log_probs: Tensor  # [R, N] float32 nats
-    counts: Tensor  # [R] int64: response tokens
+    counts: Tensor  # [R] int64: tokens drawn
     stopped: Tensor  # [R] bool: ended by a stop id
 
 
@@ -121,7 +124,7 @@ def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return index[:, 0], (target - cumulative.gather(1, index) + weights.gather(1, index))[:, 0]
 
 
-def draw(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, temperature: float, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token a row by inverting the cumulative distribution; the largest logit at temperature 0.
 
     logits [B, V] float32, overwritten; uniforms [B] float64 in [0, 1). Returns tokens [B] int64 and their log-prob [B]
@@ -143,71 +146,78 @@ def draw(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, 
     return tokens, (weights[rows, tokens].double() / total).log().float()
 
 
-class HFRollout:
+def problems(config: RolloutConfig, device: str) -> list[str]:
+    """What this backend cannot do with this configuration."""
+    if config.tensor_parallel_size != 1:
+        return [
+            f"rollout.tensor_parallel_size: {config.tensor_parallel_size} with rollout.backend=hf, which holds a whole model on "
+            f"each rank - set 1, or rollout=vllm"
+        ]
+    return []
+
+
+class HFRollout(RolloutBackend):
     """Local to a rank: no method here is collective."""
 
-    def __init__(self, config: RolloutConfig, folder: str, eos_ids: tuple[int, ...], pad_id: int, seed: int,
-                 device: torch.device, trust_remote_code: bool = False):  # fmt: skip
-        """Loads the whole model in `folder` in `config.dtype` (float32 or bfloat16). What ends a response is said by
-        each `Sampling`, so `eos_ids` is not used. Raises ValueError for other than full softmax attention."""
-        self.config, self.pad_id, self.seed, self.device, self.version = config, pad_id, seed, device, 0
+    def __init__(self, config: RolloutConfig, model: RolloutModel, mesh: RoleMesh):
+        """Loads the whole model in `config.dtype` (float32 or bfloat16).
+        Raises ValueError for other than full softmax attention."""
+        self.max_batch_rows, self.device = config.max_batch_rows, mesh.device
         self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES[config.dtype], attn_implementation=ATTENTION, local_files_only=True,
-            trust_remote_code=trust_remote_code,
+            model.folder, dtype=DTYPES[config.dtype], attn_implementation=ATTENTION, local_files_only=True,
+            trust_remote_code=model.trust_remote_code,
         )  # fmt: skip
-        self.model.requires_grad_(False).eval().to(device)
+        self.model.requires_grad_(False).eval().to(self.device)
         accepted = inspect.signature(self.model.forward).parameters
         self.cache_name = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.24
         model_config = self.model.config
+        self.max_model_len = config.max_model_len or model_config.max_position_embeddings
         kinds = set(model_config.to_dict().get("layer_types") or ()) - {"full_attention"}
         if kinds:
             raise ValueError(f"model type '{model_config.model_type}' has {', '.join(sorted(kinds))}: {ONLY_FULL}")
         hf_names.check_model_type(model_config.model_type, dict(self.model.named_parameters()))
-        one = torch.ones(1, dtype=torch.int64, device=device)
+        one = torch.ones(1, dtype=torch.int64, device=self.device)
         self._prefill(one.unsqueeze(0), one)  # a layer that cannot be computed is refused here
 
-    def generate(self, prompts: Prompts, sampling: Sampling, step: int) -> Batch:
-        """`sampling.n` samples of each prompt, adjacent, in the order of the prompts; 0 prompts give 0 rows.
+    @torch.inference_mode()
+    def complete(self, requests: Sequence[Request], sampling: Sampling, expired: Expired | None = None) -> list[Reply]:
+        """Requests with the same ids that are decoded together are computed once up to there."""
+        width = max((r.max_tokens for r in requests), default=0)
+        ids = torch.zeros(len(requests), width, dtype=torch.int64, device=self.device)
+        drawn = Drawn(ids, ids.float(), ids.new_zeros(len(requests)), ids.new_zeros(len(requests), dtype=torch.bool))
+        # Prompts padded to each other are of like length; equal ones are neighbours
+        order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].ids), requests[i].ids, i))
+        for start in range(0, len(order), self.max_batch_rows):
+            rows = order[start : start + self.max_batch_rows]
+            prompts = list(dict.fromkeys(tuple(requests[i].ids) for i in rows))
+            lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+            padded = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(self.device)
+            index = {prompt: i for i, prompt in enumerate(prompts)}
+            owner = torch.tensor([index[tuple(requests[i].ids)] for i in rows], device=self.device)
+            self._decode(self._prefill(padded, lengths), owner, rows, requests, sampling, drawn, expired)
+        columns = (drawn.tokens, drawn.log_probs, drawn.counts, drawn.stopped)
+        return [Reply(t[:n], p[:n], stopped) for t, p, n, stopped in zip(*(c.tolist() for c in columns))]
 
-        A sample depends on (seed, purpose, step, uid, sample) only, up to floating point. Stop ids belong to the
-        response; before `min_tokens` they have no probability, and log-probs are those of the distribution drawn from.
-        Raises ValueError for an empty prompt, one that leaves no room in the context, and logits that are not finite.
-        """
-        prompts = prompts.to(self.device)
-        self._check(prompts, sampling)
-        num_rows, n, width = len(prompts.uid) * sampling.n, sampling.n, sampling.max_tokens
-        ids = prompts.input_ids.new_zeros(num_rows, width)
-        drawn = Drawn(ids, ids.float(), ids.new_zeros(num_rows), ids.new_zeros(num_rows, dtype=torch.bool))
-        uniforms = self._uniforms(prompts.uid.tolist(), sampling, step)
-        by_length = prompts.lengths.argsort(descending=True)
-        with torch.inference_mode():
-            # Prompts padded to each other are of like length; `split` of nothing gives one empty piece
-            for chunk in by_length.split(max(1, self.config.max_batch_rows // n)) if num_rows else ():
-                prefix = self._prefill(prompts.input_ids[chunk], prompts.lengths[chunk])
-                rows = (chunk.unsqueeze(1) * n + torch.arange(n, device=self.device)).flatten()
-                owner = torch.arange(len(chunk), device=self.device).repeat_interleave(n)
-                for part in torch.arange(len(rows), device=self.device).split(self.config.max_batch_rows):
-                    self._decode(prefix, owner[part], rows[part], uniforms, sampling, drawn)
-        return self._batch(prompts, sampling, drawn)
+    @torch.inference_mode()
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        found = []
+        for row in rows:
+            ids = torch.tensor([row], device=self.device)
+            positions = torch.arange(len(row), device=self.device)
+            mask = self._additive((positions <= positions[:, None])[None, None])
+            out = self.model(input_ids=ids, position_ids=positions[None], attention_mask=mask, use_cache=False)
+            log_probs = out.logits[0, :-1].float().log_softmax(-1)
+            found.append(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())
+        return found
 
-    def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copies full tensors under their checkpoint names into the model, in place; what is drawn next is `version`.
-
-        Raises ValueError, after the whole stream, that lists names unknown, missing or of another shape."""
+    def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies full tensors into the model, in place."""
         targets = hf_names.from_checkpoint(dict(self.model.named_parameters()))
-        missing, problems = set(targets), []
         for name, tensor in named:
-            missing.discard(name)
-            if name not in targets:
-                problems.append(f"unknown: {name}")
-            elif tensor.shape != targets[name].shape:
-                problems.append(f"shape {tuple(tensor.shape)}, expected {tuple(targets[name].shape)}: {name}")
-            else:
-                targets[name].copy_(tensor)
-        problems += [f"missing: {name}" for name in sorted(missing)]
-        if problems:
-            raise ValueError(f"weights of version {version} do not fit the rollout model:\n" + "\n".join(problems))
-        self.version = version
+            if name in targets:
+                targets.pop(name).copy_(tensor)
+        if targets:
+            raise ValueError(f"parameters of the rollout model got no weights: {', '.join(sorted(targets))}")
 
     def sleep(self) -> None:
         """Frees the accelerator: weights go to the host."""
@@ -215,26 +225,17 @@ class HFRollout:
             self.model.to("cpu")
             torch.cuda.empty_cache()
 
-    def wake_up(self) -> None:
+    def wake_up(self, what: str) -> None:
         self.model.to(self.device)
 
     def shutdown(self) -> None:
         del self.model
 
-    def _check(self, prompts: Prompts, sampling: Sampling) -> None:
-        limit = self.model.config.max_position_embeddings - sampling.max_tokens
-        for uid, length in zip(prompts.uid.tolist(), prompts.lengths.tolist(), strict=True):
-            if not 1 <= length <= limit:
-                raise ValueError(f"prompt uid {uid} has {length} tokens; 1 to {limit} fit beside {sampling.max_tokens} "
-                                 f"response tokens: shorten it or lower rollout.max_response_tokens")  # fmt: skip
-
-    def _uniforms(self, uids: list[int], sampling: Sampling, step: int) -> Tensor:
-        """[R, N] float64 in [0, 1): one generator a sample."""
-        out = torch.zeros(len(uids) * sampling.n, sampling.max_tokens, dtype=torch.float64)
-        names = [(uid, sample) for uid in uids for sample in range(sampling.n)] if sampling.temperature else []
-        for row, (uid, sample) in zip(out, names, strict=False):
-            generator = torch.Generator().manual_seed(sample_seed(self.seed, sampling, step, uid, sample))
-            row.uniform_(generator=generator)
+    def _uniforms(self, requests: Sequence[Request], rows: list[int], width: int) -> Tensor:
+        """[B, N] float64 in [0, 1): one generator a request."""
+        out = torch.zeros(len(rows), width, dtype=torch.float64)
+        for row, i in zip(out, rows):
+            row.uniform_(generator=torch.Generator().manual_seed(requests[i].seed))
         return out.to(self.device)
 
     @torch.inference_mode()
@@ -261,51 +262,32 @@ class HFRollout:
         zeros = torch.zeros(allowed.shape, dtype=self.model.dtype, device=allowed.device)
         return zeros.masked_fill_(~allowed, -torch.inf)
 
-    def _decode(self, prefix: Prefix, owner: Tensor, rows: Tensor, uniforms: Tensor, sampling: Sampling,
-                drawn: Drawn) -> None:  # fmt: skip
-        """Draws samples `rows` [B] of prompts `owner` [B] into `drawn`; a finished row leaves the batch at once."""
-        cache = RowCache(prefix.cache, owner, sampling.max_tokens - 1)
-        mask = F.pad(prefix.mask, (0, sampling.max_tokens - 1))[owner]  # [B, 1, 1, L]
+    def _decode(self, prefix: Prefix, owner: Tensor, indices: list[int], requests: Sequence[Request], sampling: Sampling,
+                drawn: Drawn, expired: Expired | None) -> None:  # fmt: skip
+        """Draws for requests `indices` [B] of prompts `owner` [B] into `drawn`; a finished row leaves the batch at once."""
+        limits = torch.tensor([requests[i].max_tokens for i in indices], device=self.device)
+        least = torch.tensor([requests[i].min_tokens for i in indices], device=self.device)
+        rows, place = torch.tensor(indices, device=self.device), torch.arange(len(indices), device=self.device)
+        steps = int(limits.max())
+        uniforms = self._uniforms(requests, indices, steps if sampling.temperature else 0)
+        cache = RowCache(prefix.cache, owner, steps - 1)
+        mask = F.pad(prefix.mask, (0, steps - 1))[owner]  # [B, 1, 1, L]
         positions, logits = prefix.lengths[owner].unsqueeze(1), prefix.logits[owner]
-        stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=rows.device)
-        for t in range(sampling.max_tokens):
-            if t < sampling.min_tokens:
-                logits.index_fill_(1, stop_ids, -torch.inf)
-            tokens, log_probs = draw(logits, sampling.temperature, uniforms[rows, t])
+        stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self.device)
+        for t in range(steps):
+            early = (least[place] > t).nonzero()
+            if len(early):
+                logits[early, stop_ids] = -torch.inf
+            tokens, log_probs = draw(logits, sampling.temperature, uniforms[place, t] if sampling.temperature else None)
             drawn.tokens[rows, t], drawn.log_probs[rows, t], drawn.counts[rows] = tokens, log_probs, t + 1
             stopped = torch.isin(tokens, stop_ids)
             drawn.stopped[rows] = stopped
-            live = (~stopped).nonzero()[:, 0]
-            if t + 1 == sampling.max_tokens or len(live) == 0:
+            live = (~stopped & (limits[place] > t + 1)).nonzero()[:, 0]
+            if len(live) == 0 or expired is not None and expired():
                 return
             if len(live) < len(rows):
                 order = cache.keep(live)
-                rows, tokens, positions, mask = rows[order], tokens[order], positions[order], mask[order]
+                rows, place, tokens = rows[order], place[order], tokens[order]
+                positions, mask = positions[order], mask[order]
             logits = self._logits(tokens.unsqueeze(1), positions, mask[..., : cache.column + 1], cache)
             cache.column, positions = cache.column + 1, positions + 1
-
-    def _batch(self, prompts: Prompts, sampling: Sampling, drawn: Drawn) -> Batch:
-        n, num_rows = sampling.n, len(drawn.counts)
-        of_prompts = (prompts.input_ids, prompts.lengths, prompts.uid, prompts.row, prompts.data_source)
-        prompt_ids, prompt_lengths, uid, row, data_source = (x.repeat_interleave(n, 0) for x in of_prompts)
-        lengths = prompt_lengths + drawn.counts
-        width = max(lengths.tolist(), default=0)
-        place = torch.arange(width, device=self.device) - prompt_lengths.unsqueeze(1)  # [R, T] index in the response
-        response_mask = (place >= 0) & (place < drawn.counts.unsqueeze(1))
-        index = place.clamp(0, sampling.max_tokens - 1)
-        log_probs = drawn.log_probs.gather(1, index).masked_fill_(~response_mask, 0.0)
-        bad = (~log_probs.isfinite()).any(1).nonzero()[:, 0].tolist()
-        if bad:
-            raise ValueError(f"logits of prompt uid {uid[bad[0]]}, sample {bad[0] % n} are not finite ({len(bad)} of "
-                             f"{num_rows} samples): the policy diverged; lower optimizer.learning_rate")  # fmt: skip
-        prompt_ids = F.pad(prompt_ids, (0, max(0, width - prompt_ids.shape[1])))[:, :width]
-        input_ids = torch.where(response_mask, drawn.tokens.gather(1, index), prompt_ids)
-        return Batch(
-            input_ids=input_ids.masked_fill_(place >= drawn.counts.unsqueeze(1), self.pad_id),
-            prompt_lengths=prompt_lengths, lengths=lengths, response_mask=response_mask,
-            uid=uid, sample=torch.arange(n, device=self.device).repeat(len(prompts.uid)), row=row,
-            data_source=data_source,
-            policy_version=torch.where(response_mask, self.version, -1).to(torch.int32), truncated=~drawn.stopped,
-            temperature=torch.full((num_rows,), sampling.temperature or 1.0, device=self.device),
-            rollout_log_probs=log_probs, batch_size=[num_rows],
-        )  # fmt: skip

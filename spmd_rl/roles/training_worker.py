@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from spmd_rl.batch import Batch, fields_of, make_batch, plan_micro_batches
-from spmd_rl.collectives import all_max, all_sum
+from spmd_rl.collectives import all_max, all_max_float, all_sum
 from spmd_rl.config import CheckpointConfig, EngineConfig, OptimizerConfig
 from spmd_rl.engine.base import BaseEngine, EngineModel, LossFunction
 from spmd_rl.engine.registry import EngineRegistry
@@ -31,6 +32,7 @@ class TrainingWorkerConfig:
     aggregation: str = "token-mean"
     aggregation_length: int | None = None
     with_entropy: bool = False
+    probe: tuple[tuple[int, ...], ...] = ()  # rows of token ids whose log-probs prove what became of the weights elsewhere
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
@@ -45,12 +47,18 @@ class TrainingWorker:
             self.engine = engine(config.model, config.engine, config.optimizer, config.checkpoint, mesh)
 
     def train_batch(
-        self, batch: Placed[Batch], loss_function: LossFunction, keep: Callable[[Batch], Tensor] | None = None
+        self,
+        batch: Placed[Batch],
+        loss_function: LossFunction,
+        keep: Callable[[Batch], Tensor] | None = None,
+        limits: Mapping[str, float] | None = None,
     ) -> Stats:
         """Collective over the mesh: one optimizer step on the whole batch; returns this replica's statistics.
 
         `keep` ([B] bool of a Batch) tells which rows can have a gradient; the others still count in the denominators.
-        Where no row of any rank has one, the step is skipped and counted."""
+        Where no row of any rank has one, the step is skipped and counted. `limits`: the largest value allowed of the
+        loss's Max statistics, by name, alike on every rank. Raises RuntimeError on every rank where one is exceeded on
+        any, before the optimizer's step; KeyError for a name that the loss does not report."""
         if not self.mesh.here:
             return {}
         local = self._weigh(batch.local)
@@ -65,6 +73,8 @@ class TrainingWorker:
                 stats |= self.engine.forward_backward_batch(
                     _split(local, plan), loss_function, with_entropy=self.config.with_entropy
                 )
+                if limits:
+                    self._check(stats, limits)
                 norm = self.engine.optimizer_step()
             stats |= {"grad_norm": Mean(norm, 1), "nonfinite_steps": Max(float(not math.isfinite(norm)))}
         stats |= {
@@ -88,7 +98,16 @@ class TrainingWorker:
         return Placed(self.mesh, make_batch({**fields_of(local), self.config.infer_field: out}))
 
     def weights(self) -> WeightStream:
-        return WeightStream(self.mesh, self.engine.weights() if self.mesh.here else None)
+        return WeightStream(self.mesh, self.engine.weights() if self.mesh.here else None, self._score_probe)
+
+    def _score_probe(self) -> list[list[float]]:
+        """Collective over the mesh: log-probs of the probe's tokens after the first, by the present weights."""
+        rows = probe_batch(self.config.probe)
+        if not len(rows):
+            return []
+        with self.engine.eval_mode():
+            found = self.engine.forward_backward_batch([rows], None, forward_only=True)[0].log_probs
+        return [row[1 : len(ids)] for row, ids in zip(found.tolist(), self.config.probe)]
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Collective over the mesh: a sum over replicas, for advantages that need global moments."""
@@ -121,8 +140,41 @@ class TrainingWorker:
         count = all_max([len(plan)], self.mesh.data_group, f"{self.config.name}.micro_batches")[0]
         return [[chosen[i] for i in part] for part in plan] + [[] for _ in range(count - len(plan))]
 
+    def _check(self, stats: Stats, limits: Mapping[str, float]) -> None:
+        """Collective over the mesh: raises RuntimeError on every rank where a maximum is over its limit, or NaN."""
+        largest = [float(stats[name].value) for name in limits]
+        agreed = all_max_float(largest, self.mesh.bridge(self.mesh).payload, f"{self.config.name}.limits")
+        over = [f"{n} is {value:.4g}, over {limit:g}" for (n, limit), value in zip(limits.items(), agreed) if not value <= limit]
+        if over:
+            raise RuntimeError(
+                f"{'; '.join(over)}: the rollout and the trainer disagree on the tokens of the same weights; no step was taken - "
+                "rollout.max_logprob_diff sets the limit in nats, 0 turns it off"
+            )
+
     def _metric(self, key: str) -> str:
         return key if "/" in key else f"{self.config.name}/{key}"
+
+
+def probe_batch(probe: Sequence[Sequence[int]]) -> Batch:
+    """Rows of one prompt token each, the rest being responses."""
+    ids = pad_sequence([torch.tensor(row) for row in probe], batch_first=True) if probe else torch.zeros(0, 0, dtype=torch.int64)
+    lengths, ones = torch.tensor([len(row) for row in probe], dtype=torch.int64), torch.ones(len(probe), dtype=torch.int64)
+    place = torch.arange(ids.shape[1])
+    return make_batch(
+        {
+            "input_ids": ids,
+            "prompt_lengths": ones,
+            "lengths": lengths,
+            "response_mask": (place > 0) & (place < lengths[:, None]),
+            "uid": torch.arange(len(probe)),
+            "sample": 0 * ones,
+            "row": 0 * ones,
+            "data_source": 0 * ones,
+            "policy_version": torch.zeros_like(ids, dtype=torch.int32),
+            "truncated": torch.zeros(len(probe), dtype=torch.bool),
+            "temperature": torch.ones(len(probe)),
+        }
+    )
 
 
 def _split(batch: Batch, plan: list[list[int]]) -> list[Batch]:

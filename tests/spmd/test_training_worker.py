@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from spmd_rl.batch import fields_of, make_batch
-from spmd_rl.collectives import barrier, reduce_stats
+from spmd_rl.collectives import barrier, gather_objects, reduce_stats
 from spmd_rl.config import AGGREGATIONS, AlgorithmConfig, OptimizerConfig, TimeoutConfig
 from spmd_rl.engine.base import EngineModel
 from spmd_rl.engine.fsdp import FSDPConfig
@@ -57,6 +57,10 @@ def checks(folder: Path) -> None:
         check(world, folder)
         barrier(world.control, check.__name__)
     close_world(world)
+
+
+def algorithm_of(**options) -> AlgorithmConfig:
+    return AlgorithmConfig(rollout_correction="off", **options)
 
 
 def make(world: World, folder: Path, budget: int = 4096, mesh: str = "actor", **options) -> TrainingWorker:
@@ -221,7 +225,7 @@ def check_auxiliary_terms(world, folder):
 
     batch.old_log_probs, batch.ref_log_probs = near(), near()
     batch.values, batch.returns = torch.randn(log_probs.shape, generator=g), torch.randn(log_probs.shape, generator=g)
-    algorithm = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
+    algorithm = algorithm_of(kl_coef=0.1, entropy_coef=0.01)
     for loss, options in (
         (partial(ppo_loss, algorithm), {"with_entropy": True}),
         (partial(sft_loss, algorithm), {}),
@@ -249,7 +253,7 @@ def check_auxiliary_terms(world, folder):
 def check_rows_skipped(world, folder):
     """Rows without an advantage count in the denominators and nowhere else; a rank of nothing else runs dummies."""
     batch = batch_of(GROUPS)
-    loss = partial(ppo_loss, AlgorithmConfig())
+    loss = partial(ppo_loss, algorithm_of())
     worker = make(world, folder, 31, optimizer=STILL)
     for useless in (torch.tensor([0, 3]), torch.tensor([0]), torch.tensor([1, 3])):
         some = make_batch(fields_of(batch))
@@ -291,7 +295,7 @@ def check_first_ratio(world, folder):
         for inferred in (False, True):
             adjust(worker, budget)
             placed = worker.infer_batch(dealt(batch, world)) if inferred else dealt(batch, world)
-            values, _ = train(worker, placed, partial(ppo_loss, AlgorithmConfig(clip_ratio=1e-4)))
+            values, _ = train(worker, placed, partial(ppo_loss, algorithm_of(clip_ratio=1e-4)))
             assert values["actor/ratio_max"] == pytest.approx(1.0, abs=1e-5 if inferred else 0.0)
             assert values["actor/clip_fraction"] == 0
             assert values["actor/approx_kl"] == pytest.approx(0.0, abs=1e-10 if inferred else 0.0)
@@ -321,6 +325,38 @@ def check_counted_once_a_replica(world, folder):
         assert kinds["actor/grad_norm"] is kinds["actor/lr"] is Mean and kinds["actor/micro_batches"] is Max
 
 
+def check_limits(world, folder):
+    """A maximum over its limit on one rank, or NaN there: every rank raises the same, and nothing moved."""
+    batch = batch_of(GROUPS)
+    batch.rollout_log_probs = reference(folder, batch)[0]
+    loss, name = partial(ppo_loss, algorithm_of()), "rollout/logprob_diff_max"
+    worker = make(world, folder, 31)
+    before = parameters(worker)
+    for bad, found in ((0.25, r"0\.25"), (math.nan, "nan")):
+        local = dealt(batch, world)
+        if world.rank == 1:
+            first = local.local.response_mask.nonzero()[0]
+            local.local.rollout_log_probs[tuple(first)] += bad
+        said = rf"{name} is {found}.*, over 0\.001: .*rollout\.max_logprob_diff .* 0 turns it off"
+        with pytest.raises(RuntimeError, match=said) as error:
+            worker.train_batch(local, loss, limits={name: 1e-3})
+        assert len(set(gather_objects(str(error.value), worker.mesh.data_group, "test"))) == 1
+        after = parameters(worker)
+        assert all(torch.equal(after[key], value) for key, value in before.items())
+        assert worker.engine.updates == 0 and not worker.engine.optimizer.state
+    worker = make(world, folder, 31)
+    stats = worker.train_batch(dealt(batch, world), loss, limits={name: 1e-3})
+    assert 0 <= reduce_stats(stats, worker.mesh.data_group, "test")[name] < 1e-4 and worker.engine.updates == 1
+
+
+def check_limits_reach_every_lane(world, folder):
+    """The ranks of one replica agree too."""
+    worker, batch = make(world, folder, mesh="lanes"), batch_of(GROUPS)
+    batch.rollout_log_probs = reference(folder, batch)[0] + (0.5 if world.rank == 0 else 0.0)
+    with pytest.raises(RuntimeError, match="over 0.1"):
+        worker.train_batch(Placed(worker.mesh, batch), partial(ppo_loss, algorithm_of()), limits={"rollout/logprob_diff_max": 0.1})
+
+
 CHECKS = [
     check_everything_masked,
     check_masked_rows,
@@ -328,6 +364,8 @@ CHECKS = [
     check_ranks_of_unlike_size,
     check_auxiliary_terms,
     check_rows_skipped,
+    check_limits,
+    check_limits_reach_every_lane,
     check_inference_order,
     check_first_ratio,
     check_over_long_row,

@@ -1,0 +1,61 @@
+"""Worker processes for code of the user's: they never import torch, and end with their parent. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from importlib.machinery import ModuleSpec
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+PRELOAD = ["spmd_rl.environments"]  # imported once, in the fork server: an episode's fresh worker starts in milliseconds
+_SPEC_LOCK = threading.Lock()
+
+
+class WorkerProcess(ForkServerProcess):
+    """A worker that does not run the parent's main module again, which would import torch there."""
+
+    def start(self) -> None:
+        main = sys.modules["__main__"]
+        multiprocessing.set_forkserver_preload(PRELOAD)
+        with _SPEC_LOCK:
+            spec, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)  # this name is never run again
+            try:
+                super().start()
+            finally:
+                main.__spec__ = spec
+
+
+class WorkerContext(ForkServerContext):
+    Process = WorkerProcess
+
+
+def search_path() -> list[str]:
+    """This process's `sys.path` for `enter_worker`; '' is the current folder, also after a chdir."""
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
+def enter_worker(path: list[str]) -> None:
+    """What a worker does first: `path` becomes its `sys.path`, and it gets a session of its own that ends with the parent."""
+    sys.path[:] = path
+    os.setsid()  # a signal to the rank's process group is not for its workers
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # where the kernel lacks it, the thread is left
+            _kill_with_parent(multiprocessing.parent_process().sentinel)
+
+
+def _exit_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _kill_with_parent(sentinel: int) -> None:
+    """The kernel's part: code that keeps the interpreter lock, such as an endless regular expression, lets no thread run."""
+    fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpid())  # the group: programs that the worker started end too
+    fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
