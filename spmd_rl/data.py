@@ -17,7 +17,7 @@ import math
 import random
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from spmd_rl.config import DATASETS, DataConfig, closest, resolve
 
 MAX_LISTED = 5  # bad rows named in one error
 SUFFIXES = (".jsonl", ".parquet", ".csv")
+OTHER_ROLE = {"tool": "user", "user": "tool"}
+ASKED, SAID, SEEN = "ASKED0SENTINEL", "SAID0SENTINEL", "SEEN0SENTINEL"  # contents that no template changes
 
 
 def load_rows(name: str, kwargs: dict[str, Any], table: dict[str, str] = DATASETS) -> list[dict]:
@@ -263,6 +265,62 @@ def tokenize(rows: list[dict], name: str, tokenizer: Any, template_kwargs: dict[
             bad.append(f"{place}: the model's chat template renders it to nothing - change the template")
     _raise_bad(name, bad, len(rows))
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def observation_tokens(
+    tokenizer: Any, role: str, template_kwargs: dict[str, Any], eos_ids: Iterable[int]
+) -> Callable[[str], list[int]]:
+    """The function from an observation to the token ids that follow the assistant's end-of-turn token, up to where the
+    assistant speaks again: the rest of its turn, and the observation in a message of `role`, as the chat template has them.
+
+    They are what rendering the message adds to a chat. What lies between the question and the assistant's words may depend on
+    what follows (an empty thought, say): those tokens exist already, and are kept as they are.
+    Raises ValueError for a template that refuses or drops such a message, or changes what comes before it."""
+    said = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
+
+    def wrong(what: str) -> ValueError:
+        return ValueError(f"environment.role={role}: the model's chat template {what} - set environment.role={OTHER_ROLE[role]}")
+
+    def render(*following: dict[str, str]) -> tuple[str, str]:
+        """The chat up to the end of the question, and after the assistant's words."""
+        options = {"tokenize": False, "add_generation_prompt": bool(following), **template_kwargs}
+        try:
+            text = tokenizer.apply_chat_template([*said, *following], **options)
+        except (TemplateError, TypeError) as error:
+            raise wrong(f"refuses an observation in a message of this role: {error}") from error
+        asked, spoke = text.find(ASKED), text.find(SAID)
+        if not 0 <= asked < spoke:
+            raise wrong("leaves out the turns before the observation")
+        return text[: asked + len(ASKED)], text[spoke + len(SAID) :]
+
+    question, end = render()
+    stops = {tokenizer.decode([stop_id]): stop_id for stop_id in eos_ids}
+    found = [(end.index(stop), -len(stop), stop) for stop in stops if stop and stop in end]
+    if not found:
+        raise ValueError(
+            f"environment.role={role}: the model's chat template ends the assistant's turn with {end!r}, without any of"
+            f" {list(stops)}, which end a response - add its end-of-turn token to rollout.stop_token_ids"
+        )
+    where, _, stop = min(found)
+    turn_end = end[: where + len(stop)]
+
+    def rest(observation: str) -> tuple[str, str]:
+        before, after = render({"role": role, "content": observation})
+        if not after.startswith(turn_end):
+            raise wrong(f"ends the assistant's turn with {turn_end!r} only where no observation follows")
+        return before, after[len(turn_end) :]
+
+    def tokens(observation: str) -> list[int]:
+        text = rest(observation)[1]
+        ids = tokenizer(stop + text, add_special_tokens=False)["input_ids"]  # some tokenizers treat a text's start specially
+        return ids[1:] if ids[0] == stops[stop] else tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    before, added = rest(SEEN)
+    if before != question:
+        raise wrong("changes what precedes the assistant's turn when an observation follows")
+    if SEEN not in added:
+        raise wrong("leaves out messages of this role")
+    return tokens
 
 
 def fingerprint(rows: list[dict]) -> str:

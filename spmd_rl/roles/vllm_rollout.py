@@ -248,12 +248,16 @@ class VLLMRollout(RolloutBackend):
 def _contain(segment: str, plain: bool) -> None:
     """Before the engine is made: the trainer's groups outlive it, shared memory has a name of its own, and `plain`."""
     import vllm.distributed.device_communicators.cpu_communicator as communicator
+    import vllm.distributed.parallel_state as parallel
     import vllm.model_executor.layers.utils as layers
     import vllm.v1.engine.core as core
 
     core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
     # vLLM names it by ranks inside the cell, which another job or cell has too
     communicator._CPUSHMDistributed.make_group_name = staticmethod(lambda owner: f"{segment}-{owner.unique_name.replace(':', '-')}")
+    make_group = parallel.init_model_parallel_group
+    # Its queue is shared memory and a socket in a temporary folder, for a driver that sends to workers: here all lanes drive
+    parallel.init_model_parallel_group = lambda *args, use_message_queue_broadcaster=False, **kwargs: make_group(*args, **kwargs)
     if plain:
         layers.dispatch_cpu_unquantized_gemm = _plain_gemm
 

@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spmd_rl.config import DataConfig
-from spmd_rl.data import SPLIT_SEED, PromptSource, load_rows
+from spmd_rl.data import SPLIT_SEED, PromptSource, load_rows, observation_tokens, tokenize
+from spmd_rl.models import SMOLLM2, resolve_model
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -231,6 +232,93 @@ def test_chats_that_cannot_be_prompts(tokenizer, tmp_path):
         source(tokenizer, [{"messages": chat} for chat in chats], tmp_path)
     assert "row 0, column 'messages': ends with the assistant's turn" in str(error.value)
     assert "row 1, column 'messages': refused by the model's chat template: no tools" in str(error.value)
+
+
+CHATML = "<{{ m.role }}>\n{{ m.content | trim }}<eos>\n"
+SPEAK = "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+STRIPS = "{% for m in messages %}" + CHATML + "{% endfor %}" + SPEAK
+THINKS = (  # a tool's message is part of a user's turn; the last turn of the assistant gets an empty thought
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}<user>{% endif %}{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<eos>\n{% endif %}"
+    "{% elif m.role == 'assistant' %}<assistant>\n{% if loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<eos>\n"
+    "{% else %}" + CHATML + "{% endif %}{% endfor %}" + SPEAK
+)
+NO_TOOLS = STRIPS.replace("<{{", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}<{{")
+CLOSES = STRIPS + "{% if not add_generation_prompt %}<pad>{% endif %}"
+TURNS = ["Let me see: <calc>1 + 2</calc>", "And more."]
+OBSERVATIONS = ["3", "", " 4.5\n\nlines ", "<tool> {'a': 1}"]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return AutoTokenizer.from_pretrained(resolve_model("tiny"))
+
+
+def assert_rendered_as_the_template_does(tokenizer, role: str, observation: str, **template_kwargs) -> None:
+    """Prompt, sampled and observation ids of two turns are the template's own rendering of the whole chat."""
+    tokens = observation_tokens(tokenizer, role, template_kwargs, [tokenizer.eos_token_id])
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "What is 1 + 2?"}]
+    (ids,) = tokenize([{"messages": chat, "row_number": 0}], "d", tokenizer, template_kwargs)
+    for text in TURNS:
+        ids = [*ids, *tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id, *tokens(observation)]
+        chat = [*chat, {"role": "assistant", "content": text}, {"role": role, "content": observation}]
+    whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    assert tokenizer.decode(ids) == whole
+    assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_observations_of_smollm2(role, observation):
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(SMOLLM2))
+    assert_rendered_as_the_template_does(tokenizer, role, observation)
+    ids = observation_tokens(tokenizer, role, {}, (0, 2))("3")
+    assert tokenizer.decode(ids) == f"\n<|im_start|>{role}\n3<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [(STRIPS, "tool"), (STRIPS, "user"), (THINKS, "tool"), (THINKS, "user"), (NO_TOOLS, "user"), (CLOSES, "tool")],
+)
+def test_observations_are_rendered_as_the_template_does(tiny, monkeypatch, template, role, observation):
+    monkeypatch.setattr(tiny, "chat_template", template)
+    assert_rendered_as_the_template_does(tiny, role, observation)
+
+
+def test_observation_in_a_user_turn_of_its_own(tiny, monkeypatch):
+    monkeypatch.setattr(tiny, "chat_template", THINKS.replace("<user>", "<{{ name }}>"))
+    ids = observation_tokens(tiny, "tool", {"name": "person"}, [tiny.pad_token_id, tiny.eos_token_id])("3")
+    assert tiny.decode(ids) == "\n<person>\n<tool_response>\n3\n</tool_response><eos>\n<assistant>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (NO_TOOLS, "refuses an observation in a message of this role: no tools"),
+        (STRIPS.replace("m.content", "(m.content if m.role != 'tool' else m.content + m.call_id)"),
+         "refuses an observation in a message of this role: 'dict object' has no attribute 'call_id'"),
+        (STRIPS.replace("in messages", "in messages if m.role != 'tool'"), "leaves out messages of this role"),
+        (STRIPS.replace("in messages", "in messages[-2:]"), "leaves out the turns before"),
+        ("{{ messages | length }} turns\n" + STRIPS, "changes what precedes the assistant's turn"),
+        (STRIPS.replace("<eos>", "{{ '<eos>' if loop.last else '<unk>' }}"), "ends the assistant's turn with '<eos>' only where"),
+    ],
+)  # fmt: skip
+def test_templates_that_cannot_say_an_observation(tiny, monkeypatch, template, words):
+    monkeypatch.setattr(tiny, "chat_template", template)
+    with pytest.raises(
+        ValueError, match="environment.role=tool: the model's chat template .* - set environment.role=user"
+    ) as error:
+        observation_tokens(tiny, "tool", {}, [tiny.eos_token_id])
+    assert words in str(error.value)
+
+
+def test_a_template_without_the_end_of_a_response(tiny, monkeypatch):
+    monkeypatch.setattr(tiny, "chat_template", STRIPS)
+    with pytest.raises(ValueError, match=r"role=tool: .* ends the assistant's turn with '<eos>.n', without any of \['<pad>'\]"):
+        observation_tokens(tiny, "tool", {}, [tiny.pad_token_id])
 
 
 def pairs(rows) -> set[frozenset[int]]:
