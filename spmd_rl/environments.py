@@ -57,6 +57,24 @@ class Calculator:
         return (calculate(calls[-1]), 0.0, False) if calls else ("", 0.0, True)
 
 
+TOOL = "You have a calculator: write <calc>EXPRESSION</calc> and you are told its value. Then say the answer."
+
+
+def products(split: str = "train") -> list[dict[str, Any]]:
+    """Products of a number in 11..99 and one in 3..9, with the calculator explained; each tenth one is in `val` only."""
+    if split not in ("train", "val"):
+        raise ValueError(f"calculator: unknown split '{split}' - set train or val")
+    pairs = [(a, b) for a in range(11, 100) for b in range(3, 10)]
+    return [
+        {
+            "messages": [{"role": "system", "content": TOOL}, {"role": "user", "content": f"What is {a} * {b}?"}],
+            "answer": str(a * b),
+        }
+        for i, (a, b) in enumerate(pairs)
+        if (i % 10 == 0) == (split == "val")
+    ]
+
+
 def calculate(expression: str) -> str:
     """The value of an expression of digits, `+ - * / ( ) .` and blanks, to 12 digits where it is no whole number; what is
     wrong with it where it has none."""
@@ -73,8 +91,8 @@ def calculate(expression: str) -> str:
 
 def _evaluate(node: ast.expr) -> int | float:
     match node:
-        case ast.Constant(value=int() | float()):
-            return node.value
+        case ast.Constant(value=int() | float() as number):
+            return number
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
             return OPERATORS[type(op)](_evaluate(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:

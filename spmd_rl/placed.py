@@ -58,12 +58,14 @@ class Placed(Generic[T]):
                 yield self.map(partial(_rows_of, chosen)).to(self.mesh)
 
     def score(self: Placed[Batch], scorer: Callable[[Batch], None]) -> Placed[Batch]:
-        """Collective over a replica: lane 0 runs `scorer`, which sets `rewards` and may narrow `response_mask`."""
+        """Collective over a replica: lane 0 runs `scorer`, which sets `rewards` and may change `token_rewards` and narrow
+        `response_mask`."""
         if self.mesh.here and self.mesh.lane == 0:
             scorer(self.local)
         if self.mesh.here and self.mesh.width > 1:
-            found = (self.local.rewards, self.local.response_mask)
-            self.local.rewards, self.local.response_mask = broadcast_object(found, 0, self.mesh.lane_group, "score")
+            found = (self.local.rewards, self.local.response_mask, self.local.token_rewards)
+            found = broadcast_object(found, 0, self.mesh.lane_group, "score")
+            self.local.rewards, self.local.response_mask, self.local.token_rewards = found
         return self
 
 

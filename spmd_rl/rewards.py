@@ -47,6 +47,7 @@ class Sample:
     completion_ids: list[int]
     step: int
     truncated: bool  # stopped by the token limit: no end-of-sequence token was drawn
+    environment_reward: float = 0.0  # what the environment gave, summed over the turns
 
 
 def last_number(text: str | float) -> Decimal | None:
@@ -61,6 +62,11 @@ def _answer(sample: Sample) -> Any:
     if sample.answer is None:
         raise ValueError("the data row has no answer: fill its column `answer`")
     return sample.answer
+
+
+def environment(samples: list[Sample]) -> list[float]:
+    """What the environment gave, summed over the turns; a failed episode is masked whatever this says."""
+    return [s.environment_reward for s in samples]
 
 
 def exact(samples: list[Sample]) -> list[float]:

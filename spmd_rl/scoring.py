@@ -38,6 +38,8 @@ class Scorer:
             if self.config.overlong_buffer:
                 c = self.config
                 batch.rewards += overlong_penalty(lengths, max_response_tokens, c.overlong_buffer, c.overlong_factor)
+            if batch.token_rewards is not None:
+                self._add_environment(batch)
             self.stats = add_stats(self.stats, self._statistics(batch, lengths, scores))
             batch.response_mask = batch.response_mask & ~batch.rewards.isnan()[:, None]
             for message in scores.messages:
@@ -49,6 +51,13 @@ class Scorer:
 
         return score
 
+    def _add_environment(self, batch: Batch) -> None:
+        """Each token's reward: the environment's with its weight, and at the last token what the row has besides."""
+        batch.rewards = torch.where(batch.token_rewards.isnan().any(1), math.nan, batch.rewards)
+        given = batch.token_rewards * self.config.functions.get("environment", 0.0)
+        last = (batch.lengths - 1)[:, None]
+        batch.token_rewards = given.scatter_add(1, last, (batch.rewards - given.sum(1))[:, None])
+
     def take(self) -> tuple[Stats, list[dict]]:
         taken = self.stats, self.shown
         self.stats, self.shown = {}, []
@@ -57,14 +66,18 @@ class Scorer:
     def samples(self, batch: Batch, step: int) -> list[Sample]:
         """The rows as rewards see them: texts without special tokens, ids with them."""
         found = []
+        given = [0.0] * len(batch)
+        if batch.token_rewards is not None:
+            given = batch.token_rewards.nan_to_num().sum(1).tolist()
         rows = zip(
+            given,
             batch.input_ids.tolist(),
             batch.prompt_lengths.tolist(),
             batch.lengths.tolist(),
             batch.row.tolist(),
             batch.truncated.tolist(),
         )
-        for ids, prompt, end, index, truncated in rows:
+        for reward, ids, prompt, end, index, truncated in rows:
             row = self.source.rows[index]
             found.append(
                 Sample(
@@ -76,6 +89,7 @@ class Scorer:
                     completion_ids=ids[prompt:end],
                     step=step,
                     truncated=truncated,
+                    environment_reward=reward,
                 )
             )
         return found

@@ -14,6 +14,7 @@ import re
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from spmd_rl.batch import Sampling
 from spmd_rl.collectives import compare_ledgers
 from spmd_rl.config import Config, ConfigError, TimeoutConfig, TrainerConfig
-from spmd_rl.data import PromptSource
+from spmd_rl.data import PromptSource, chat_tokens, observation_tokens
 from spmd_rl.launch import AbortWatch, Launch, detect_launch
 from spmd_rl.mesh import Role, World, close_world, open_store, split_world
 from spmd_rl.metrics import make_writers
@@ -39,6 +40,7 @@ from spmd_rl.models import check_torchvision, resolve_model
 from spmd_rl.rewards import RewardPool
 from spmd_rl.rewards import problems as reward_problems
 from spmd_rl.roles.actor_rollout_ref import ActorRolloutRefWorker
+from spmd_rl.roles.dialogue import EnvironmentDialogue
 from spmd_rl.roles.generation import RolloutModel
 from spmd_rl.scoring import Scorer
 from spmd_rl.trainer import RLTrainer
@@ -240,10 +242,27 @@ class Parts:
         self.train = PromptSource(data, data.train, data.train_kwargs, self.tokenizer, seed)
         self.model = RolloutModel(folder, tuple(sorted(ids)), config.model.trust_remote_code, self.train.probe())
         self.val = PromptSource(data, data.val, data.val_kwargs, self.tokenizer, seed) if data.val else None
+        template = config.data.chat_template_kwargs
+        self.render = partial(chat_tokens, self.tokenizer, template)
+        self.observe = None
+        if config.environment.name:
+            stops = {*ids, *config.rollout.stop_token_ids}
+            self.observe = observation_tokens(self.tokenizer, config.environment.role, template, stops)
         sources = {"data.train": self.train, "data.val": self.val}
         found = [f"{p} ({key})" for key, source in sources.items() if source for p in reward_problems(config.reward, source.rows)]
         if found:
             raise ValueError("\n".join(found))
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def dialogue(self, config: Config, world: World) -> EnvironmentDialogue | None:
+        mesh = world.meshes["rollout"]
+        if not self.observe or not mesh.here:
+            return None
+        rows = {"train": self.train.rows, "validation": self.val.rows if self.val else []}
+        longest = config.data.max_prompt_tokens
+        return EnvironmentDialogue(config.environment, mesh, rows, longest, self.decode, self.observe, self.render)
 
 
 def run(config: Config, launch: Launch, run_dir: Path) -> int:
@@ -308,12 +327,8 @@ def fit(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Pat
     compare_ledgers(config.debug.ledger)
     if launch.rank == 0:
         introduce(config, launch, world, parts, run_dir)
-    roles = ActorRolloutRefWorker(config, world, parts.model)
-    pool = RewardPool(config.reward)
-
-    def decode(ids: list[int]) -> str:
-        return str(parts.tokenizer.decode(ids, skip_special_tokens=True))
-
+    roles = ActorRolloutRefWorker(config, world, parts.model, parts.dialogue(config, world))
+    pool, decode = RewardPool(config.reward), parts.decode
     rollout = config.rollout
     sampling = Sampling(
         rollout.temperature,

@@ -199,6 +199,8 @@ def _rollout_problems(config: Config) -> list[str]:
             f"rollout.max_logprob_diff: {rollout.max_logprob_diff} with rollout.min_response_tokens={rollout.min_response_tokens}, "
             f"which takes stop ids out of the rollout's distribution only - set one of them to 0"
         )
+    if "environment" in config.reward.functions and not config.environment.name:
+        found.append("reward.functions.environment: there is no environment - set environment.name, or remove it")
     if config.environment.name and (rollout.max_step_tokens or rollout.max_step_seconds):
         found.append(
             "rollout.max_step_tokens, rollout.max_step_seconds: an environment's episode cannot be kept for the next step - set 0"

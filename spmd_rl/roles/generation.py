@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.batch import Batch, Prompts, Sampling, make_batch, sample_seed
+from spmd_rl.metrics import Stats
 
 MAX_SEED = 2**63 - 1
 Expired = Callable[[], bool]
@@ -96,6 +97,7 @@ class Episode:
     turns: int = 0
     ended: bool = False
     truncated: bool = False
+    failed: bool = False  # its environment did: no token of it counts
 
     def request(self, sampling: Sampling, allowance: int) -> Request:
         have = len(self.ids)
@@ -128,6 +130,13 @@ class Dialogue(ABC):
 
     @abstractmethod
     def end(self, episodes: list[Episode]) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def take(self) -> Stats:
+        """Statistics since the last time."""
 
 
 class Generator:
@@ -230,5 +239,8 @@ def to_batch(episodes: list[Episode], temperature: float, with_rewards: bool) ->
         "rollout_log_probs": rows(([0.0] * len(e.prompt) + e.log_probs for e in episodes), torch.float32),
     }
     if with_rewards:
-        fields["token_rewards"] = rows(([0.0] * len(e.prompt) + e.rewards for e in episodes), torch.float32)
+        nan = math.nan  # marks the row: its reward is not known
+        fields["token_rewards"] = rows(
+            ([nan * e.failed] + [0.0] * (len(e.prompt) - 1) + e.rewards for e in episodes), torch.float32
+        )
     return make_batch(fields)

@@ -64,6 +64,7 @@ class ServerAdapter:
         if mesh.here:
             self.layout = stored_shapes(model_config.folder)
             self.backend: RolloutBackend = resolve(rollout_config.backend, ROLLOUTS)(rollout_config, model_config, mesh)
+            self.dialogue = dialogue
             self.generator = Generator(self.backend, seed, rollout_config.max_step_tokens, dialogue)
 
     def next_prompts(self, source: Callable[[int, int], Prompts], step: int, count: int) -> Placed[Prompts]:
@@ -113,6 +114,8 @@ class ServerAdapter:
     def shutdown(self) -> None:
         if self.mesh.here:
             self.backend.shutdown()
+            if self.dialogue:
+                self.dialogue.close()
 
     def take(self) -> Stats:
         """Statistics since the last time."""
@@ -146,6 +149,8 @@ class ServerAdapter:
         if sampling.purpose == "train":
             counts = self.backend.take_counts()
             self.stats = add_stats(self.stats, {key: Mean(total, count) for key, (total, count) in counts.items()})
+            if self.dialogue:
+                self.stats = add_stats(self.stats, self.dialogue.take())
             if self.limited and self.mesh.lane == 0:
                 self.stats["rollout/kept_samples"] = Mean(len(self.generator.pending), 1)
         return batch
