@@ -219,7 +219,7 @@ def _rollout_problems(config: Config) -> list[str]:
 
 
 def _value_problems(config: Config) -> list[str]:
-    """Names and ranges of single values."""
+    """Names, ranges of single values, and values that exclude each other."""
     problems = []
     tables = {
         "algorithm.advantage": ADVANTAGES,
@@ -236,6 +236,12 @@ def _value_problems(config: Config) -> list[str]:
                 if ":" in name or name in table
                 else unknown(path, name, [*table, "module:attribute"])
             )
+    return problems + _range_problems(config) + _pair_problems(config)
+
+
+def _range_problems(config: Config) -> list[str]:
+    """Values that are none of those allowed, and numbers that are too small."""
+    problems = []
     choices = {
         "data.over_long": ("error", "drop", "truncate"),
         "engine.dtype": DTYPES,
@@ -255,16 +261,22 @@ def _value_problems(config: Config) -> list[str]:
     at_least = {
         1: "data.prompts_per_step data.max_prompt_tokens rollout.n rollout.max_response_tokens rollout.max_batch_rows "
         "rollout.tensor_parallel_size rollout.block_size algorithm.epochs algorithm.num_mini_batches "
-        "trainer.total_steps trainer.val_n engine.logprob_chunk",
+        "trainer.total_steps trainer.val_n engine.logprob_chunk algorithm.rollout_correction_cap",
         0: "rollout.temperature rollout.min_response_tokens optimizer.warmup_steps optimizer.weight_decay "
         "optimizer.learning_rate optimizer.clip_grad_norm trainer.save_every trainer.eval_every trainer.keep trainer.seed "
         "trainer.sample_rows trainer.min_free_gb rollout.max_logprob_diff rollout.max_step_tokens rollout.max_step_seconds "
-        "algorithm.rollout_correction_cap algorithm.kl_coef algorithm.clip_ratio critic.optimizer.learning_rate",
+        "algorithm.kl_coef algorithm.clip_ratio critic.optimizer.learning_rate",
     }  # fmt: skip
     for least, paths in at_least.items():
         problems += [
             f"{p}: {_get(config, p)} is too small - set at least {least}" for p in paths.split() if _get(config, p) < least
         ]
+    return problems
+
+
+def _pair_problems(config: Config) -> list[str]:
+    """Single values that cannot train, and values that exclude each other."""
+    problems = []
     if config.rollout.temperature == 0:
         problems.append("rollout.temperature: 0 draws the same sample n times - set a positive temperature to train")
     if config.rollout.min_response_tokens > config.rollout.max_response_tokens:

@@ -239,8 +239,7 @@ def to_batch(episodes: list[Episode], temperature: float, with_rewards: bool) ->
         "rollout_log_probs": rows(([0.0] * len(e.prompt) + e.log_probs for e in episodes), torch.float32),
     }
     if with_rewards:
-        nan = math.nan  # marks the row: its reward is not known
-        fields["token_rewards"] = rows(
-            ([nan * e.failed] + [0.0] * (len(e.prompt) - 1) + e.rewards for e in episodes), torch.float32
-        )
+        # NaN marks a row whose reward is not known
+        given = ([math.nan if e.failed else 0.0] + [0.0] * (len(e.prompt) - 1) + e.rewards for e in episodes)
+        fields["token_rewards"] = rows(given, torch.float32)
     return make_batch(fields)
