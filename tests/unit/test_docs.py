@@ -36,7 +36,7 @@ def test_every_key_is_documented_with_its_default_and_no_other():
         assert documented[key].strip("` ") == shown or key == "critic.optimizer", key
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/concepts.md", "docs/extending.md", "docs/clusters.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/concepts.md", "docs/extending.md", "docs/clusters.md", "docs/rollout.md"])
 def test_paths_that_documents_name_exist(document):
     text = (ROOT / document).read_text()
     ours = r"(?:launch|docs|tests|benchmarks|spmd_rl|conf)/[\w./-]+\w"
@@ -45,7 +45,7 @@ def test_paths_that_documents_name_exist(document):
         assert found, f"{document} names {path}"
 
 
-@pytest.mark.parametrize("table", ["ADVANTAGES", "POLICY_LOSSES", "REWARDS", "DATASETS", "ROLLOUTS"])
+@pytest.mark.parametrize("table", ["ADVANTAGES", "POLICY_LOSSES", "REWARDS", "DATASETS", "ROLLOUTS", "ENVIRONMENTS"])
 def test_every_row_of_every_table_leads_somewhere(table):
     rows = vars(config)[table]
     assert all(callable(config.resolve(name, rows)) for name in rows)
