@@ -2,6 +2,7 @@
 
     python benchmarks/grpo_step.py --peer trl                     # 26-token prompts, float32 and bfloat16
     python benchmarks/grpo_step.py --peer trl --prompts 26 128 --dtypes float32 float32-medium bfloat16 --ragged
+    python benchmarks/grpo_step.py --rollouts vllm                # only with this rollout backend; by default also with hf
 
 Ours is the product as users start it: torchrun, `-m spmd_rl.train`, its own metrics.jsonl. The last line is one JSON object.
 """
@@ -63,8 +64,8 @@ def reward(samples: list) -> list[float]:
     return [len(sample.completion) / 100 for sample in samples]
 
 
-def run_ours(work: Work, folder: Path, model: str) -> list[dict[str, float]]:
-    """Metrics of each step, from the run folder of the product."""
+def run_ours(work: Work, folder: Path, model: str, rollout: str) -> list[dict[str, float]]:
+    """Metrics of each step, from the run folder of the product with this rollout backend."""
     config = {
         "defaults": ["train", {"override data": "files"}, "_self_"],
         "model": {"path": model},
@@ -75,7 +76,12 @@ def run_ours(work: Work, folder: Path, model: str) -> list[dict[str, float]]:
             "max_prompt_tokens": work.prompt_tokens,
         },
         "reward": {"functions": {"benchmarks.grpo_step:reward": 1.0}},
-        "rollout": {"n": work.group, "min_response_tokens": work.min_tokens, "max_response_tokens": work.max_tokens},
+        "rollout": {
+            "backend": rollout,
+            "n": work.group,
+            "min_response_tokens": work.min_tokens,
+            "max_response_tokens": work.max_tokens,
+        },
         "engine": {
             "dtype": work.dtype,
             "matmul_precision": work.matmul_precision,
@@ -137,17 +143,20 @@ def summarise(work: Work, steps: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def measure(work: Work, model: str, venv: Path | None, rounds: int) -> dict[str, dict[str, float]]:
-    """Ours and the peer's by turns, so that a disturbance of the machine meets both. The first step of a run is warm-up."""
-    runs: dict[str, list] = {"ours": [], **({"trl": []} if venv else {})}
+def measure(work: Work, model: str, venv: Path | None, rounds: int, rollouts: list[str]) -> dict[str, dict[str, float]]:
+    """Ours with each rollout backend and the peer's by turns, so that a disturbance of the machine meets all.
+
+    The first step of a run is warm-up."""
+    runs: dict[str, list] = {name: [] for name in [*rollouts, *(["trl"] if venv else [])]}
     for _ in range(rounds):
         for name, steps in runs.items():
             with tempfile.TemporaryDirectory(prefix="grpo_step-") as folder:
                 path = Path(folder)
-                steps += (run_trl(work, path, model, venv) if name == "trl" else run_ours(work, path, model))[1:]
+                steps += (run_trl(work, path, model, venv) if name == "trl" else run_ours(work, path, model, name))[1:]
             rates = [work.prompts_per_step * work.group / step["time/step"] for step in steps]
             load = os.getloadavg()[0]
-            print(f"{work.key} {name}: samples/s {', '.join(f'{r:.2f}' for r in rates)} (load {load:.1f})", flush=True)
+            who = name if name == "trl" else f"ours, {name}"
+            print(f"{work.key} {who}: samples/s {', '.join(f'{r:.2f}' for r in rates)} (load {load:.1f})", flush=True)
     return {name: summarise(work, steps) for name, steps in runs.items()}
 
 
@@ -182,8 +191,22 @@ def show(results: dict[str, dict[str, dict[str, float]]]) -> None:
         for name, r in by_name.items():
             cells = [f"{r[f'time/{p}']:.2f} ({r[f'cpu/{p}']:.2f})" if f"time/{p}" in r else "" for p in ("step", *phases)]
             figures = f"{r['samples_per_second']:.2f}", f"{r['response_tokens']:.1f}", *cells, f"{r['rss_gb_per_rank']:.2f}"
-            table.add_row(key, name, *figures)
+            table.add_row(key, name if name == "trl" else f"ours, {name}", *figures)
     Console(width=160).print(table)
+
+
+def report(results: dict[str, dict[str, dict[str, float]]], rollouts: list[str]) -> dict[str, Any]:
+    """Of the JSON line: figures and ratios by work. Those of the first rollout backend go without its name."""
+    line: dict[str, Any] = {}
+    for rollout in rollouts:
+        suffix = "" if rollout == rollouts[0] else f"_{rollout}"
+        line[f"dtypes{suffix}"] = {key: by_name[rollout] for key, by_name in results.items()}
+        ratios = ("ratio_vs_trl", "samples_per_second"), ("cpu_vs_trl", "cpu/step"), ("memory_vs_trl", "rss_gb_per_rank")
+        for ratio, name in ratios if all("trl" in by for by in results.values()) else ():
+            line[ratio + suffix] = {key: round(by[rollout][name] / by["trl"][name], 3) for key, by in results.items()}
+    if "ratio_vs_trl" in line:
+        line["trl"] = {key: by_name["trl"] for key, by_name in results.items()}
+    return line
 
 
 def plan(args: argparse.Namespace) -> list[Work]:
@@ -207,6 +230,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["float32", "bfloat16"])
     parser.add_argument("--prompts", nargs="+", type=int, default=[26], help="tokens of a prompt, one work each")
     parser.add_argument("--ragged", action="store_true", help="also natural ends, up to twice --tokens")
+    parser.add_argument("--rollouts", nargs="+", choices=["vllm", "hf"], default=["vllm", "hf"], help="ours, one run each")
     parser.add_argument("--peer", choices=["trl"])
     parser.add_argument("--peer-venv", type=Path, default=ROOT / "outputs/bench/trl-venv")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each, by turns")
@@ -230,20 +254,14 @@ def main() -> None:
     model, venv = resolve_model(args.model), args.peer_venv.absolute() if args.peer else None
     if venv:
         make_venv(venv)
-    results = {work.key: measure(work, model, venv, args.rounds) for work in plan(args)}
+    results = {work.key: measure(work, model, venv, args.rounds, args.rollouts) for work in plan(args)}
     show(results)
     line = {
         "benchmark": "grpo_step",
         "machine": machine(),
         "work": {k: v for k, v in vars(args).items() if isinstance(v, int | list)},
-        "dtypes": {key: by_name["ours"] for key, by_name in results.items()},
     }
-    if venv:
-        line["trl"] = {key: by_name["trl"] for key, by_name in results.items()}
-        ratios = ("ratio_vs_trl", "samples_per_second"), ("cpu_vs_trl", "cpu/step"), ("memory_vs_trl", "rss_gb_per_rank")
-        for ratio, name in ratios:
-            line[ratio] = {key: round(by["ours"][name] / by["trl"][name], 3) for key, by in results.items()}
-    print(json.dumps(line))
+    print(json.dumps(line | report(results, args.rollouts)))
 
 
 if __name__ == "__main__":

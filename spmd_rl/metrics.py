@@ -19,11 +19,10 @@ import atexit
 import importlib
 import json
 import math
-import resource
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,10 +59,17 @@ class Max:
     value: float | Tensor
 
 
-Stat = Sum | Mean | Max
+@dataclass(frozen=True)
+class Min:
+    """The smallest value; `inf` where there was none."""
+
+    value: float | Tensor
+
+
+Stat = Sum | Mean | Max | Min
 Stats = dict[str, Stat]
 Schema = list[tuple[str, str]]  # sorted (key, name of the Stat type)
-NEUTRAL: dict[str, Stat] = {"Sum": Sum(0.0), "Mean": Mean(0.0, 0.0), "Max": Max(-math.inf)}
+NEUTRAL: dict[str, Stat] = {"Sum": Sum(0.0), "Mean": Mean(0.0, 0.0), "Max": Max(-math.inf), "Min": Min(math.inf)}
 
 
 def add_stats(a: Stats, b: Stats) -> Stats:
@@ -85,7 +91,7 @@ def neutral(schema: Schema) -> Stats:
 
 
 def pack(stats: Stats, schema: Schema) -> tuple[list[float], list[float]]:
-    """`(summed, maxed)` in the order of `schema`: float64 numbers to reduce by sum and by max. Waits for the device.
+    """`(summed, maxed)` in the order of `schema`: float64 numbers to reduce by sum and max, a Min negated. Waits for the device.
 
     A key of the schema that `stats` lacks counts as neutral. Raises KeyError for a key outside the schema and
     TypeError for one of another type."""
@@ -96,7 +102,7 @@ def pack(stats: Stats, schema: Schema) -> tuple[list[float], list[float]]:
         stat = stats.get(key, NEUTRAL[kind])
         if (found := type(stat).__name__) != kind:
             raise TypeError(f"stat '{key}' is a {found} here and a {kind} in the agreed schema")
-        packed[1 if kind == "Max" else 0].extend(_numbers(key, stat))
+        packed[1 if kind in ("Max", "Min") else 0].extend(-n if kind == "Min" else n for n in _numbers(key, stat))
     return packed
 
 
@@ -106,26 +112,26 @@ def unpack(packed: tuple[list[float], list[float]], schema: Schema) -> Stats:
     if expected != (lengths := [len(part) for part in packed]):
         raise ValueError(f"{lengths} packed numbers (summed, maxed) for a schema of {expected}: {schema}")
     summed, maxed = map(iter, packed)
-    take = {"Sum": (Sum, summed), "Mean": (Mean, summed, summed), "Max": (Max, maxed)}
+    take = {"Sum": (Sum, summed), "Mean": (Mean, summed, summed), "Max": (Max, maxed), "Min": (lambda x: Min(-x), maxed)}
     return {key: take[kind][0](*map(next, take[kind][1:])) for key, kind in schema}
 
 
 def values(stats: Stats) -> dict[str, float]:
-    """One number a key; NaN for a mean over nothing and a maximum of nothing. Waits for the device."""
+    """One number a key; NaN for a mean, a maximum or a minimum over nothing. Waits for the device."""
     result: dict[str, float] = {}
     for key, stat in stats.items():
         match type(stat)(*_numbers(key, stat)):
             case Mean(total, count):
                 result[key] = float(total) / float(count) if count else math.nan
-            case Max(value):
-                result[key] = math.nan if value == -math.inf else float(value)
+            case Max(value) | Min(value):
+                result[key] = math.nan if stat == NEUTRAL[type(stat).__name__] else float(value)
             case Sum(value):
                 result[key] = float(value)
     return result
 
 
 def _add(a: Stat, b: Stat) -> Stat:
-    join = _larger if isinstance(a, Max) else lambda x, y: x + y
+    join = {Max: _larger, Min: lambda x, y: -_larger(-x, -y)}.get(type(a), lambda x, y: x + y)
     return type(a)(*(join(_double(x), _double(y)) for x, y in zip(vars(a).values(), vars(b).values(), strict=True)))
 
 
@@ -152,9 +158,10 @@ def _numbers(key: str, stat: Stat) -> list[float]:
 class Phases:
     """Wall and CPU seconds of the flat phases of a step: `with phases("generate"): ...`. Device work counts where the
     host waits for it; CPU seconds are those of all threads and no child. All lie on a grid of 2^-20, so that sums are
-    exact in any order."""
+    exact in any order. `watch` is told when a phase begins and when one has ended without an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[str], None] = lambda when: None) -> None:
+        self._watch = watch
         self._open: str | None = None
         self._start, self._spent = self._now(), {"time": {}, "cpu": {}}
 
@@ -165,6 +172,7 @@ class Phases:
             raise RuntimeError(f"phase '{phase}' starts inside phase '{self._open}'; phases do not nest")
         if phase in ("step", "other"):
             raise ValueError(f"phase name '{phase}' is reserved: time/{phase} is computed")
+        self._watch(f"before phase '{phase}'")
         start, self._open = self._now(), phase
         try:
             yield
@@ -172,6 +180,7 @@ class Phases:
             self._open = None
             for kind, now in self._now().items():
                 self._spent[kind][phase] = self._spent[kind].get(phase, 0.0) + now - start[kind]
+        self._watch(f"after phase '{phase}'")
 
     def step(self) -> dict[str, float]:
         """`time/<phase>` and `cpu/<phase>` since the last call, with `other` and their exact total `step`."""
@@ -188,15 +197,6 @@ class Phases:
     def _now(self) -> dict[str, float]:
         seconds = {"time": time.perf_counter(), "cpu": time.process_time()}
         return {kind: round(value * 2**20) / 2**20 for kind, value in seconds.items()}
-
-
-def memory() -> dict[str, float]:
-    """Peaks since the process started, in GB of 10^9 bytes: resident memory, and what torch allocated on cuda."""
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
-    peaks = {"memory/rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
-    if torch.cuda.is_initialized():
-        peaks["memory/cuda_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    return peaks
 
 
 def require(module: str, extra: str) -> Any:

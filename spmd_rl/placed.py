@@ -75,7 +75,7 @@ def _rows_of(uids: set[int], batch: Batch) -> Batch:
 
 def shard_prompts(prompts: Prompts, mesh: RoleMesh) -> Placed[Prompts]:
     """Local: every replica takes its share of prompts that all ranks know."""
-    share = torch.arange(mesh.replica, len(prompts), mesh.num_replicas) if mesh.here else None
+    share = torch.arange(len(prompts))[mesh.replica :: mesh.num_replicas] if mesh.here else None
     return Placed(mesh, None if share is None else prompts[share])
 
 
@@ -121,11 +121,11 @@ class _Part(NamedTuple):
 
 
 def _agree_schema(local: Batch | None, bridge: Bridge) -> tuple[list[str], int]:
-    """(fields present on any rank that has rows, the largest T): the same on every rank, also where there are 0 rows."""
-    present = fields_of(local) if local is not None and len(local) else {}
-    width = local.input_ids.shape[1] if present else 0
+    """(fields present on any rank, the largest T of those with rows): the same on every rank, also where none has rows."""
+    present = fields_of(local) if local is not None else {}
+    width = local.input_ids.shape[1] if present and len(local) else 0
     width, *there = all_max([width, *(int(name in present) for name in DTYPES)], bridge.control, "move.schema")
-    return [name for name, yes in zip(DTYPES, there) if yes] or ["uid"], width
+    return [name for name, yes in zip(DTYPES, there) if yes], width
 
 
 def _columns(name: str, width: int) -> int:

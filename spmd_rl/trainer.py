@@ -10,12 +10,12 @@ from pathlib import Path
 
 from spmd_rl.batch import Batch, Sampling
 from spmd_rl.checkpoint import export_hf, find_resume, save_step
-from spmd_rl.collectives import agree, gather_objects, reduce_stats
+from spmd_rl.collectives import agree, barrier, gather_objects, reduce_stats
 from spmd_rl.config import ADVANTAGES, Config, ConfigError, resolve
 from spmd_rl.data import PromptSource
 from spmd_rl.losses import ppo_loss, value_loss
 from spmd_rl.mesh import World
-from spmd_rl.metrics import Max, Mean, Phases, Stats, Sum, Writer, add_stats, memory
+from spmd_rl.metrics import Mean, Phases, Stats, Sum, Writer, add_stats
 from spmd_rl.placed import Placed, shard_prompts, traffic
 from spmd_rl.roles.actor_rollout_ref import ActorRolloutRefWorker
 from spmd_rl.scoring import Scorer
@@ -44,7 +44,8 @@ class RLTrainer:
         self.ref, self.critic = roles.ref_worker, roles.critic_worker
         self.model_folder = Path(roles.model.folder)
         self.source, self.scorer, self.validation, self.sampling = source, scorer, validation, sampling
-        self.phases, self.stopping = Phases(), False
+        self.stage, self.stopping = roles.stage, False
+        self.phases = Phases(self.stage.watch)
         algorithm = config.algorithm
         self.advantage = partial(resolve(algorithm.advantage, ADVANTAGES), algorithm, all_sum=self.actor.all_sum)
         self.policy_loss, self.value_loss = partial(ppo_loss, algorithm), partial(value_loss, algorithm)
@@ -61,6 +62,7 @@ class RLTrainer:
         signal.signal(signal.SIGTERM, self._stop)
         start = done = self.load()
         self.writers = open_writers(start)
+        barrier(self.world.control, "start")  # a rank that fails from here on has the last word in status.json
         if config.val_before and start == 0:
             self.log(0, self.evaluate(0))
         for step in range(start, config.total_steps):
@@ -135,7 +137,7 @@ class RLTrainer:
         found, shown = self.scorer.take()
         phases = self.phases.step()
         stats = add_stats(add_stats(stats, found), self.rollout.take()) | {key: Mean(seconds, 1) for key, seconds in phases.items()}
-        stats |= {key: Max(value) for key, value in memory().items()}
+        stats |= self.stage.step()
         stats |= {f"traffic/{kind}_bytes": Sum(traffic[kind]) for kind in ("batch", "weights")}
         traffic.clear()
         values = reduce_stats(stats, self.world.control, "log")

@@ -21,11 +21,16 @@ from spmd_rl.config import resolve
 from tests.launch import ROOT, free_port
 
 PRELOAD = ("spmd_rl.train", "spmd_rl.engine.fsdp", "spmd_rl.roles.hf_rollout", "transformers.models.llama.modeling_llama")
+VLLM = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "vllm.model_executor.model_loader.reload")
 
 
-def fork_ranks(body: str, folder: Path, world_size: int, codes: list[int] | None = None, timeout: float = 300) -> list[str]:
-    """What each rank printed. Asserts their exit codes, by default all 0; a negative one is a signal."""
-    parent = _parent()
+def fork_ranks(
+    body: str, folder: Path, world_size: int, codes: list[int] | None = None, timeout: float = 300, preload: tuple[str, ...] = ()
+) -> list[str]:
+    """What each rank printed. Asserts their exit codes, by default all 0; a negative one is a signal.
+
+    `preload`: further modules of the parent, which is another one for each such tuple."""
+    parent = _parent(preload)
     parent.stdin.write(json.dumps([body, str(folder), world_size, free_port(), timeout]) + "\n")
     parent.stdin.flush()
     found = json.loads(parent.stdout.readline())
@@ -36,14 +41,14 @@ def fork_ranks(body: str, folder: Path, world_size: int, codes: list[int] | None
 
 
 @functools.cache
-def _parent() -> subprocess.Popen:
+def _parent(preload: tuple[str, ...]) -> subprocess.Popen:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-m", "tests.forks"], cwd=ROOT, env=env, **pipes)
+    return subprocess.Popen([sys.executable, "-m", "tests.forks", *preload], cwd=ROOT, env=env, **pipes)
 
 
 def serve() -> None:
-    for module in PRELOAD:
+    for module in (*PRELOAD, *sys.argv[1:]):
         importlib.import_module(module)
     for line in sys.stdin:
         body, folder, world_size, port, timeout = json.loads(line)

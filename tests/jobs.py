@@ -24,7 +24,8 @@ from spmd_rl.trainer import RLTrainer
 from spmd_rl.validation import needed_roles, validate
 from tests.forks import fork_ranks
 
-BASE = ["logger.console=false", "reward.workers=1", "data.prompts_per_step=8", "rollout.n=4"]
+# Ranks are forked, which vLLM does not take
+BASE = ["rollout=hf", "logger.console=false", "reward.workers=1", "data.prompts_per_step=8", "rollout.n=4"]
 TIMED = ("time/", "cpu/", "perf/", "memory/")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from spmd_rl.batch import Batch, TokenOutput
 from spmd_rl.config import CheckpointConfig, EngineConfig, OptimizerConfig
@@ -40,6 +41,13 @@ def lr_multiplier(config: OptimizerConfig, step: int) -> float:
     done = min(1.0, (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps))
     shape = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
+
+
+def held_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes of memory behind this rank's part of `tensors`, as far as it is on such a device; what they share counts once."""
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    storages = (t.untyped_storage() for t in local if t.device.type == device.type)
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 class BaseEngine(ABC):
@@ -94,6 +102,10 @@ class BaseEngine(ABC):
     @abstractmethod
     def to(self, device: torch.device, model: bool = True, optimizer: bool = True) -> None:
         """Moves parameters and optimizer state."""
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Local: the bytes on this rank's device of `parameters`, `gradients` and `optimizer`."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:

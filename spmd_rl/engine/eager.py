@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -17,16 +18,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from spmd_rl.batch import Batch, TokenOutput, make_batch
 from spmd_rl.config import AGREEMENT
 from spmd_rl.engine.attention import NAME
-from spmd_rl.engine.base import BaseEngine, lr_multiplier
+from spmd_rl.engine.base import BaseEngine, held_bytes, lr_multiplier
 from spmd_rl.engine.hf_names import to_checkpoint
 from spmd_rl.engine.logprob import token_log_probs
 from spmd_rl.engine.packing import Packed, dummy_batch, pack
 from spmd_rl.metrics import Stats, add_stats
+
+GATHER_BYTES = 32 << 20  # of whole tensors that are gathered together
 
 
 class TokenModel(nn.Module):
@@ -72,6 +75,73 @@ def global_norm(parameters: list[nn.Parameter]) -> float:
         alike.setdefault((grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None, []).append(grad)
     norms = [torch.nn.utils.get_total_norm(grads) for grads in alike.values()]
     return math.sqrt(sum(float(n.full_tensor() if isinstance(n, DTensor) else n) ** 2 for n in norms))
+
+
+def full_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Collective over the ranks that hold shards: parameters whole, in order, about GATHER_BYTES of them at a time.
+
+    One that this rank holds whole is no copy."""
+    for bucket in _buckets(named):
+        names, parameters = zip(*bucket)
+        yield from zip(names, _gather(parameters))
+
+
+def _buckets(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Neighbours of one layout and dtype."""
+    bucket, size, held = [], 0, None
+    for name, p in named:
+        layout = (p.device_mesh, p.placements, p.dtype) if isinstance(p, DTensor) else None
+        if bucket and (layout != held or size + p.nbytes > GATHER_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, p))
+        size, held = size + p.nbytes, layout
+    if bucket:
+        yield bucket
+
+
+def _gather(parameters: Sequence[Tensor]) -> list[Tensor]:
+    first = parameters[0]
+    if not isinstance(first, DTensor):
+        return [p.detach() for p in parameters]
+    mesh, dims = first.device_mesh, [i for i, p in enumerate(first.placements) if not p.is_replicate()]
+    if len(dims) > 1 or any(type(first.placements[i]) is not Shard or first.placements[i].dim for i in dims):
+        return [p.full_tensor().detach() for p in parameters]
+    if not dims or mesh.size(dims[0]) == 1:
+        return [p.to_local().detach() for p in parameters]
+    locals_ = [p.to_local().detach() for p in parameters]
+    gather = gather_in_place if mesh.device_type == "cpu" else gather_flat
+    return gather(locals_, [p.shape for p in parameters], mesh.get_group(dims[0]), torch.device(mesh.device_type))
+
+
+def gather_in_place(shards: Sequence[Tensor], shapes: Sequence[torch.Size], group: dist.ProcessGroup, device) -> list[Tensor]:
+    """Collective: each rank broadcasts its rows (those of `chunk`) into the whole tensors.
+
+    For gloo, whose own all-gather copies everything twice more; many small messages would not suit a device."""
+    found, work = [], []
+    for shard, shape in zip(shards, shapes):
+        found.append(torch.empty(shape, dtype=shard.dtype, device=device))
+        for i, rows in enumerate(found[-1].chunk(group.size())):
+            if i == group.rank():
+                rows.copy_(shard)
+            work.append(dist.broadcast(rows, group=group, group_src=i, async_op=True))
+    for handle in work:
+        handle.wait()
+    return found
+
+
+def gather_flat(shards: Sequence[Tensor], shapes: Sequence[torch.Size], group: dist.ProcessGroup, device) -> list[Tensor]:
+    """Collective: the same by one all-gather of everything, rows padded to as many on each rank."""
+    size = group.size()
+    rows = [-(-shape[0] // size) for shape in shapes]
+    counts = [n * shape[1:].numel() for n, shape in zip(rows, shapes)]
+    flat = torch.empty(size, sum(counts), dtype=shards[0].dtype, device=device)
+    mine = flat[group.rank()]
+    for place, shard in zip(mine.split(counts), shards):
+        place[: shard.numel()].copy_(shard.flatten())
+    dist.all_gather_single(flat.view(-1), mine, group=group)
+    parts = flat.split(counts, 1)
+    return [part.reshape(size * n, *shape[1:])[: shape[0]] for part, n, shape in zip(parts, rows, shapes)]
 
 
 class EagerEngine(BaseEngine):
@@ -159,8 +229,8 @@ class EagerEngine(BaseEngine):
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.module.lm.named_parameters():
-            yield from to_checkpoint(name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach())
+        for name, tensor in full_tensors(self.module.lm.named_parameters()):
+            yield from to_checkpoint(name, tensor)
 
     def to(self, device: torch.device, model: bool = True, optimizer: bool = True) -> None:
         if model:
@@ -169,6 +239,16 @@ class EagerEngine(BaseEngine):
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.ndim:
                     state[name] = value.to(device)
+
+    def memory(self) -> dict[str, int]:
+        parameters = list(self.module.parameters())
+        states = self.optimizer.state.values() if self.optimizer else ()
+        tensors = {
+            "parameters": parameters,
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer": [value for state in states for value in state.values() if isinstance(value, Tensor)],
+        }
+        return {part: held_bytes(held, self.mesh.device) for part, held in tensors.items()}
 
     def save(self, folder: Path) -> None:
         dcp.save(self._state(), checkpoint_id=folder)

@@ -9,12 +9,13 @@ from spmd_rl.engine.base import EngineModel
 from spmd_rl.mesh import World
 from spmd_rl.roles.generation import Dialogue, RolloutModel
 from spmd_rl.roles.server_adapter import ServerAdapter
+from spmd_rl.roles.stage import Stage
 from spmd_rl.roles.training_worker import TrainingWorker, TrainingWorkerConfig
 from spmd_rl.validation import updates_per_step
 
 
 class ActorRolloutRefWorker:
-    """`.actor_worker`, `.rollout`, `.ref_worker` (only where a KL term asks for it), `.critic_worker` (only for gae)."""
+    """`.actor_worker`, `.rollout`, `.ref_worker` (only where a KL term asks for it), `.critic_worker` (only for gae), `.stage`."""
 
     def __init__(self, config: Config, world: World, model: RolloutModel, dialogue: Dialogue | None = None):
         self.model = model
@@ -67,6 +68,11 @@ class ActorRolloutRefWorker:
                 ),
                 world.meshes["critic"],
             )
-        self.rollout = ServerAdapter(
-            config.rollout, model, config.trainer.seed, world.meshes["rollout"], dialogue, config.engine.dtype
-        )
+        mesh = world.meshes["rollout"]
+        staged = set(mesh.ranks) == set(world.meshes["actor"].ranks)
+        self.rollout = ServerAdapter(config.rollout, model, config.trainer.seed, mesh, dialogue, config.engine.dtype, staged)
+        trained = [worker for worker in (self.actor_worker, self.ref_worker, self.critic_worker) if worker]
+        holders = {worker.config.name: worker.engine.memory for worker in trained if worker.engine}
+        if mesh.here:
+            holders["rollout"] = self.rollout.backend.memory
+        self.stage = Stage(config.trainer.min_free_gb, world.rank, world.device, holders)

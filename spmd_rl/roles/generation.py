@@ -73,6 +73,10 @@ class RolloutBackend(ABC):
         """`what`: weights, then kv_cache: memory for weights is taken first, so that both are never asked for at once."""
 
     @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank's device of `weights` and `kv_cache`."""
+
+    @abstractmethod
     def shutdown(self) -> None: ...
 
     def take_counts(self) -> dict[str, tuple[float, float]]:

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from spmd_rl.batch import Sampling
 from spmd_rl.config import RolloutConfig
 from spmd_rl.engine import hf_names
+from spmd_rl.engine.base import held_bytes
 from spmd_rl.mesh import RoleMesh
 from spmd_rl.roles.generation import Expired, Reply, Request, RolloutBackend, RolloutModel
 
@@ -227,6 +228,10 @@ class HFRollout(RolloutBackend):
 
     def wake_up(self, what: str) -> None:
         self.model.to(self.device)
+
+    def memory(self) -> dict[str, int]:
+        """The cache exists only while a batch decodes."""
+        return {"weights": held_bytes(self.model.parameters(), self.device), "kv_cache": 0}
 
     def shutdown(self) -> None:
         del self.model

@@ -55,9 +55,12 @@ class ServerAdapter:
         mesh: RoleMesh,
         dialogue: Dialogue | None = None,
         engine_dtype: str = "float32",
+        staged: bool = True,
     ):
+        """`staged`: the actor trains on the same ranks, so the rollout leaves the device to it meanwhile."""
         self.config, self.model, self.mesh, self.version = rollout_config, model_config, mesh, 0
         self.tolerance = max(AGREEMENT[rollout_config.dtype], AGREEMENT[engine_dtype])
+        self.staged = staged
         self.limited = bool(rollout_config.max_step_tokens or rollout_config.max_step_seconds)
         self.drawn = 0  # prompt occurrences so far, where steps are limited
         self.stats: Stats = {}
@@ -107,8 +110,8 @@ class ServerAdapter:
         self.version = version
 
     def sleep(self) -> None:
-        """Frees the device for training until the next update, where the backend can."""
-        if self.mesh.here:
+        """Frees the device for training until the next update, where the actor needs it and the backend can."""
+        if self.mesh.here and self.staged:
             self.backend.sleep()
 
     def shutdown(self) -> None:

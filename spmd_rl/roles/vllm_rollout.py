@@ -11,10 +11,12 @@ import atexit
 import gc
 import importlib.metadata
 import importlib.util
+import math
 import os
 import random
 import secrets
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,8 @@ from transformers import AutoConfig
 from spmd_rl.batch import Sampling
 from spmd_rl.collectives import broadcast_object
 from spmd_rl.config import RolloutConfig
+from spmd_rl.engine.base import held_bytes
+from spmd_rl.engine.hf_names import stored_shapes
 from spmd_rl.mesh import RoleMesh
 from spmd_rl.roles.generation import Expired, Reply, Request, RolloutBackend, RolloutModel
 
@@ -74,7 +78,8 @@ class Quarantine:
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         self.release()
         try:
-            with torch.random.fork_rng(devices=devices):
+            with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
                 yield
         finally:
             self.theirs = {place: value for place in PATCHED if (value := _lookup(place)) is not ours[place]}
@@ -82,8 +87,9 @@ class Quarantine:
                 setattr(owner, name, ours[owner, name])
             random.setstate(states[0])
             np.random.set_state(states[1])
-            os.environ.clear()
-            os.environ.update(environment)
+            if dict(os.environ) != environment:
+                os.environ.clear()
+                os.environ.update(environment)
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
 
@@ -186,7 +192,7 @@ class VLLMRollout(RolloutBackend):
 
             with set_current_vllm_config(self.engine.vllm_config):
                 loaded = self._load(named)
-            model = self.runner.model
+            model = self.runner.get_model()
             missing = {name for name, _ in model.named_parameters()} - loaded - ({"lm_head.weight"} if self.tied else set())
             if missing:
                 raise ValueError(f"vLLM's loader got no weights for {', '.join(sorted(missing))}")
@@ -198,7 +204,7 @@ class VLLMRollout(RolloutBackend):
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        model = self.runner.model
+        model = self.runner.get_model()
         if self.plain:
             return model.load_weights(named)
         initialize_layerwise_reload(model)
@@ -220,6 +226,16 @@ class VLLMRollout(RolloutBackend):
             with self.quarantine():
                 self.llm.wake_up(tags=[what])
             self.sleeping.discard(what)
+
+    def memory(self) -> dict[str, int]:
+        """Packed weights of a host, which torch does not see, by the model's files: a tied head is packed besides."""
+        weights = held_bytes(self.runner.model.parameters(), self.runner.device)
+        if self.on_host and not self.plain:
+            model, text = self.engine.model_config.model, self.engine.model_config.hf_text_config
+            numbers = sum(map(math.prod, stored_shapes(model).values())) + self.tied * text.vocab_size * text.hidden_size
+            weights = 4 * numbers // self.engine.vllm_config.parallel_config.tensor_parallel_size
+        found = {"weights": weights, "kv_cache": held_bytes(self.runner.kv_caches, self.runner.device)}
+        return {part: 0 if part in self.sleeping else size for part, size in found.items()}
 
     def shutdown(self) -> None:
         with self.quarantine():

@@ -25,7 +25,7 @@ def test_quickstart_shortened(tmp_path):
     assert 0 <= summary["accuracy_before"] <= 1
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all(row["actor/logprob_diff_max"] < 1e-3 for row in rows[1:])
+    assert all(row["rollout/logprob_diff_max"] < 1e-3 for row in rows[1:])
     assert rows[1]["actor/ratio_max"] == 1.0
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -22,9 +22,9 @@ KEYS = {
     *("reward/mean", "reward/max", "reward/failed", "reward/overlap", "reward/zero_signal_groups"),
     *("response/length_mean", "response/length_max", "response/truncated_fraction"),
     *("actor/loss", "actor/lr", "actor/grad_norm", "actor/clip_fraction", "actor/approx_kl", "actor/ratio_max"),
-    *("actor/logprob_diff_mean", "actor/logprob_diff_max", "actor/micro_batches"),
+    *("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "actor/micro_batches"),
     *("actor/rows_skipped", "actor/skipped_steps", "actor/nonfinite_steps"),
-    *("perf/samples_per_second", "perf/tokens_per_second", "memory/rss_gb"),
+    *("perf/samples_per_second", "perf/tokens_per_second", "memory/rss_gb", "memory/free_gb_min"),
     *("traffic/batch_bytes", "traffic/weights_bytes"),
 }
 
@@ -84,7 +84,7 @@ def test_metrics(two_ranks):
         assert (
             row["actor/ratio_max"] == 1 and row["actor/clip_fraction"] == row["reward/failed"] == row["actor/nonfinite_steps"] == 0
         )
-        assert row["actor/logprob_diff_max"] < 1e-4
+        assert row["rollout/logprob_diff_max"] < 1e-4
 
 
 @pytest.mark.spmd

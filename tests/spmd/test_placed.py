@@ -61,6 +61,15 @@ def check_complete(placed, batch):
                 assert torch.equal(*same), name
 
 
+def check_empty(placed, batch):
+    """A step may have no rows: the fields that every later role reads are there all the same."""
+    if placed.mesh.here:
+        assert len(placed.local) == 0
+        assert {name: (t.dtype, t.ndim) for name, t in fields_of(placed.local).items()} == {
+            name: (t.dtype, t.ndim) for name, t in fields_of(batch).items()
+        }
+
+
 @spmd(world_size=4)
 def test_colocated(folder):
     world = world_of({"actor": Role((0, 1, 2, 3), 4), "rollout": Role((0, 1, 2, 3), 2)})
@@ -85,6 +94,10 @@ def test_colocated(folder):
         len(moved)
     few = batch[:3]  # one group on four ranks: three of them hold nothing
     check_complete(Placed(actor, few if world.rank == 3 else few[:0]).to(actor), few)
+    check_empty(Placed(rollout, batch[:0]).to(actor), batch)
+    check_empty(Placed(actor, batch[:0]).to(actor), batch)
+    assert [len(m.local) for m in Placed(actor, batch[:0]).mini_batches(2, 2, "0/0")] == [0] * 4
+    assert [len(shard_prompts(batch[:n], actor).local) for n in (0, 2, 5)] == [0, int(world.rank < 2), 2 - (world.rank > 0)]
     close_world(world)
 
 
@@ -115,9 +128,12 @@ def test_split(folder):
     on_actor = on_rollout.to(actor)
     check_complete(on_actor, batch)
     check_complete(on_actor.to(rollout), batch)
+    check_empty(Placed(rollout, batch[:0] if rollout.here else None).to(actor), batch)
     names = [f"w{i}" for i in range(5)]
-    stream = WeightStream(actor, ((n, torch.full((3, 2), float(i))) for i, n in enumerate(names)) if actor.here else None)
-    got = list(stream.to(rollout))
+    named = ((n, torch.full((3, 2), float(i))) for i, n in enumerate(names)) if actor.here else None
+    stream = WeightStream(actor, named, lambda: [[-1.5, 0.1 + 0.2]]).to(rollout)
+    got = list(stream)
+    assert stream.expected() == [[-1.5, 0.1 + 0.2]]  # after the last pair, on both sides
     if rollout.here:
         assert [n for n, _ in got] == names
         assert all((t == i).all() for i, (_, t) in enumerate(got))

@@ -26,6 +26,9 @@ PPO = [
     *(*COMMON, "algorithm=ppo", "algorithm.epochs=2", "engine.shard_size=2"),
     *(f"{optimizer}.{setting}" for optimizer in ("optimizer", "critic.optimizer") for setting in LINEAR),
 ]
+# With so many stop ids groups end in any of three steps; without, all go on together and two steps of three train nothing
+KEPT = [*COMMON, "rollout.max_step_tokens=3", f"rollout.stop_token_ids={list(range(40, 70))}"]
+LOCKSTEP = [*COMMON, "rollout.max_step_tokens=3", "algorithm=ppo", "algorithm.kl_coef=0.1", "algorithm.num_mini_batches=2"]
 INCOMPLETE = {"torn": "step_000006", "partial": "step_000006.partial", "killed": "step_000004.partial"}
 
 
@@ -87,11 +90,11 @@ def run_until_killed(folder: Path) -> None:
     run_jobs(folder)
 
 
-def check_bitwise(run: Path, whole: Path, first: int, roles: tuple[str, ...] = ("actor",)) -> None:
+def check_bitwise(run: Path, whole: Path, first: int, roles: tuple[str, ...] = ("actor",), num_rows: int = 6 * 32) -> None:
     """Steps `first`.. of the resumed run are those of the whole one, and so is all that a later run would start from."""
     assert metrics(run) == metrics(whole)
     samples = [(path / "samples.jsonl").read_text() for path in (run, whole)]
-    assert samples[0] == samples[1] and samples[0].count("\n") == 6 * 32
+    assert samples[0] == samples[1] and samples[0].count("\n") == num_rows
     resumed, expected = rows(run), rows(whole)[first - 1 :]
     assert len(resumed) == len(expected) == 7 - first
     for got, want in zip(resumed, expected):
@@ -169,11 +172,81 @@ def test_refused(runs, name, said):
 def test_resumes_on_another_number_of_ranks(runs, name, whole):
     found, expected = metrics(runs[0] / name), metrics(runs[0] / whole)
     assert len(found) == 6
-    of_the_layout = {"actor/micro_batches", "critic/micro_batches", "traffic/batch_bytes", "actor/logprob_diff_max"}
+    of_the_layout = {"actor/micro_batches", "critic/micro_batches", "traffic/batch_bytes", "rollout/logprob_diff_max"}
     for got, want in zip(found, expected):
         assert got.keys() == want.keys()
         for key in want.keys() - of_the_layout:
             assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-5), (want["step"], key)
+
+
+@pytest.fixture(scope="module")
+def kept_runs(tmp_path_factory):
+    """Folder of runs whose groups go on in later steps."""
+    folder = tmp_path_factory.mktemp("kept")
+    launch_jobs(folder, 2, {"kept6": [*KEPT, SIX], "kept": [*KEPT, THREE], "lockstep": [*LOCKSTEP, "trainer.total_steps=4"]})
+    copy(folder / "kept", folder / "one_rank")
+    launch_jobs(folder, 2, {"kept": [*KEPT, SIX]})
+    launch_jobs(folder, 1, {"one_rank": [*KEPT, SIX]})
+    return folder
+
+
+def kept_groups(run: Path, step: int) -> tuple[int, set[int]]:
+    """(prompt occurrences drawn, uids of the groups that go on after the step)."""
+    saved = json.loads((run / "checkpoints" / f"step_{step:06d}" / "rollout.json").read_text())
+    return saved["drawn"], {episode["uid"] for part in saved["replicas"] for episode in part}
+
+
+@pytest.mark.spmd
+def test_each_prompt_occurrence_is_trained_once_when_it_is_complete(kept_runs):
+    run = kept_runs / "kept6"
+    steps, trained, drawn, spread = rows(run), [], 0, set()
+    for step, (found, told) in enumerate(zip(steps, metrics(run), strict=True)):
+        drawn += 8 - (drawn - len(trained))  # eight groups are in flight in every step
+        uids = {uid for uid, _ in found}
+        assert found.keys() == {(uid, sample) for uid in uids for sample in range(4)} and max(uids) < drawn
+        for uid in uids:
+            assert max(int(found[uid, sample]["policy_version"].max()) for sample in range(4)) == step
+        for fields in found.values():
+            versions = fields["policy_version"][fields["prompt_lengths"] :].tolist()
+            assert versions == sorted(versions) and all(versions.count(v) <= 3 for v in versions)
+            assert set(versions[:-1]) <= set(range(versions[0], step + 1)) and len(versions) == min(8, len(versions))
+            spread.add(len(set(versions)))
+        trained += uids
+        assert told["response/length_mean"] == pytest.approx(
+            sum(int(f["lengths"] - f["prompt_lengths"]) for f in found.values()) / len(found)
+        )
+        assert told["rollout/kept_samples"] == 4 * (drawn - len(trained)) / 2  # a mean over two replicas
+        assert told["rollout/logprob_diff_max"] < 1e-4  # of tokens of the present weights
+    assert spread == {1, 2, 3}
+    assert kept_groups(run, 6)[0] == drawn and sorted(trained + [*kept_groups(run, 6)[1]]) == list(range(drawn))
+    assert trained != sorted(trained)  # some were passed by later ones
+
+
+@pytest.mark.spmd
+def test_kept_groups_go_on_after_a_resume(kept_runs):
+    num_rows = sum(map(len, rows(kept_runs / "kept6")))
+    check_bitwise(kept_runs / "kept", kept_runs / "kept6", 4, num_rows=num_rows)
+    assert kept_groups(kept_runs / "kept", 6) == kept_groups(kept_runs / "kept6", 6)
+    resumed, expected = rows(kept_runs / "one_rank"), rows(kept_runs / "kept6")[3:]
+    for got, want in zip(resumed, expected, strict=True):
+        assert got.keys() == want.keys()
+        for row, fields in want.items():
+            for field in ("input_ids", "policy_version", "rewards"):
+                assert torch.equal(got[row][field], fields[field]), (row, field)
+
+
+@pytest.mark.spmd
+def test_a_step_may_train_nothing(kept_runs):
+    """Every group goes on: roles see 0 rows, no weight moves, and the metrics say so."""
+    run = kept_runs / "lockstep"
+    assert [len(found) for found in rows(run)] == [0, 0, 32, 0]
+    told = metrics(run)
+    assert [row["actor/skipped_steps"] for row in told] == [row["critic/skipped_steps"] for row in told] == [1, 1, 0, 1]
+    assert [row["rollout/kept_samples"] for row in told] == [16, 16, 0, 16]
+    assert told[0]["reward/mean"] is None and told[2]["reward/mean"] is not None
+    versions = [f["policy_version"][f["prompt_lengths"] :].tolist() for f in rows(run)[2].values()]
+    assert all(found == [0, 0, 0, 1, 1, 1, 2, 2][: len(found)] for found in versions)
+    assert [0, 0, 0, 1, 1, 1, 2, 2] in versions
 
 
 class Crash(BaseException):

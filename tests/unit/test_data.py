@@ -164,7 +164,7 @@ def test_prompts_fields(tokenizer, tmp_path):
 def test_each_epoch_visits_each_row_once(tokenizer, tmp_path, count, shuffle):
     rows = [{"prompt": str(n)} for n in range(10)]
     data = source(tokenizer, rows, tmp_path, shuffle=shuffle)
-    steps = [data.prompts(step, count) for step in range(-(-30 // count))]
+    steps = [data.prompts(step * count, count) for step in range(-(-30 // count))]
     order = torch.cat([p.row for p in steps])[:30].view(3, 10)
     assert torch.cat([p.uid for p in steps]).tolist() == list(range(len(steps) * count))
     assert torch.equal(order.sort(dim=1).values, torch.arange(10).expand(3, 10))
@@ -175,12 +175,23 @@ def test_each_epoch_visits_each_row_once(tokenizer, tmp_path, count, shuffle):
 def test_prompts_is_pure_and_resume_needs_no_state(tokenizer, tmp_path):
     rows = [{"prompt": str(n)} for n in range(50)]
     first, second, other = (source(tokenizer, rows, tmp_path, seed=seed) for seed in (3, 3, 4))
-    run = [first.prompts(step, 8) for step in range(9)]
-    resumed = second.prompts(8, 8)
+    run = [first.prompts(8 * step, 8) for step in range(9)]
+    resumed = second.prompts(64, 8)
     torch.rand(3)
     assert torch.equal(resumed.input_ids, run[8].input_ids) and torch.equal(resumed.uid, run[8].uid)
-    assert torch.equal(first.prompts(2, 8).row, run[2].row)
-    assert not torch.equal(other.prompts(8, 8).row, resumed.row)
+    assert torch.equal(first.prompts(16, 8).row, run[2].row)
+    assert not torch.equal(other.prompts(64, 8).row, resumed.row)
+
+
+def test_prompts_come_in_any_number_from_any_occurrence(tokenizer, tmp_path):
+    """A step that goes on with groups of the one before draws fewer, also none."""
+    data = source(tokenizer, [{"prompt": "x" * (n + 1)} for n in range(6)], tmp_path)
+    whole = data.prompts(0, 17)
+    pieces = [data.prompts(first, count) for first, count in ((0, 5), (5, 0), (5, 1), (6, 8), (14, 3))]
+    for name in ("uid", "row", "data_source", "lengths"):
+        assert torch.equal(torch.cat([getattr(p, name) for p in pieces]), getattr(whole, name))
+    none = pieces[1]
+    assert len(none) == 0 and none.input_ids.dtype == torch.int64 and none.input_ids.ndim == 2
 
 
 def test_order_is_the_same_in_every_version(tokenizer, tmp_path):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
 
-from spmd_rl.batch import Prompts, Sampling
+from spmd_rl.batch import Batch, Prompts, Sampling
 from spmd_rl.config import RolloutConfig
+from spmd_rl.mesh import RoleMesh
 from spmd_rl.roles import hf_rollout
+from spmd_rl.roles.generation import Generator, Request, RolloutModel
 from spmd_rl.roles.hf_rollout import HFRollout, draw
-from tests.helpers import SIZES, tiny_config
+from tests.helpers import SIZES, forward_log_probs, tiny_config
 
-CPU = torch.device("cpu")
+ALONE = RoleMesh((0,), 1, 0, torch.device("cpu"))
 LENGTHS = (5, 11, 3, 8)
 STOPS = (2, 7, 13, 21, 40)  # many, so that rows end at many lengths
 
@@ -26,9 +28,12 @@ def save_model(folder, config, seed=0):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def load_rollout(folder, max_batch_rows=64, pad_id=0, seed=0):
-    config = RolloutConfig(dtype="float32", max_batch_rows=max_batch_rows)
-    return HFRollout(config, str(folder), (2,), pad_id, seed, CPU)
+def load_rollout(folder, max_batch_rows=64, dtype="float32"):
+    return HFRollout(RolloutConfig(dtype=dtype, max_batch_rows=max_batch_rows), RolloutModel(str(folder), (2,)), ALONE)
+
+
+def generate(rollout, prompts, how, step=0, seed=0) -> Batch:
+    return Generator(rollout, seed, 0, None).generate(prompts, how, step, version=0)
 
 
 def make_prompts(lengths=LENGTHS, seed=0):
@@ -79,7 +84,7 @@ def test_greedy_equals_transformers_generate(pair):
     left = torch.stack([row.roll(width - n) for row, n in zip(prompts.input_ids, prompts.lengths.tolist())])
     how = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": list(STOPS), "pad_token_id": 0}
     theirs = model.generate(left, attention_mask=(left != 0).long(), **how)[:, width:]
-    batch = rollout.generate(prompts, sampling(temperature=0.0, n=1), 0)
+    batch = generate(rollout, prompts, sampling(temperature=0.0, n=1))
     assert batch.temperature.tolist() == [1.0] * 4
     for (ids, _), row in zip(responses(batch).values(), theirs.tolist()):
         assert ids + [0] * (len(row) - len(ids)) == row
@@ -88,7 +93,7 @@ def test_greedy_equals_transformers_generate(pair):
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_log_probs_equal_a_teacher_forced_forward(pair, temperature):
     model, rollout = pair
-    batch = rollout.generate(make_prompts(), sampling(temperature), 0)
+    batch = generate(rollout, make_prompts(), sampling(temperature))
     assert batch.rollout_log_probs.dtype == torch.float32
     assert not batch.rollout_log_probs.is_inference() and not batch.input_ids.is_inference()  # autograd may save them
     if temperature:
@@ -101,25 +106,13 @@ def test_log_probs_equal_a_teacher_forced_forward(pair, temperature):
         torch.testing.assert_close(batch.rollout_log_probs[b], expected, rtol=0, atol=1e-5)
 
 
-def test_rows_follow_the_prompts(llama):
-    prompts = make_prompts()
-    batch = load_rollout(llama[0]).generate(prompts, sampling(n=3), 0)
-    for name in ("uid", "row", "data_source"):
-        assert batch.get(name).tolist() == prompts.get(name).repeat_interleave(3).tolist()
-    assert batch.sample.tolist() == [0, 1, 2] * 4
-    assert batch.prompt_lengths.tolist() == prompts.lengths.repeat_interleave(3).tolist()
-    for b in range(12):
-        n = prompts.lengths[b // 3]
-        assert batch.input_ids[b, :n].tolist() == prompts.input_ids[b // 3, :n].tolist()
-
-
 @pytest.mark.parametrize("max_batch_rows", [1, 3, 10])
 def test_samples_do_not_depend_on_the_batch(llama, max_batch_rows):
     prompts = make_prompts()
-    whole = responses(load_rollout(llama[0]).generate(prompts, sampling(), 3))
+    whole = responses(generate(load_rollout(llama[0]), prompts, sampling(), 3))
     rollout = load_rollout(llama[0], max_batch_rows)
-    shuffled = responses(rollout.generate(prompts[torch.tensor([2, 0, 3, 1])], sampling(), 3))
-    first, second = (responses(rollout.generate(shard, sampling(), 3)) for shard in (prompts[:1], prompts[1:]))
+    shuffled = responses(generate(rollout, prompts[torch.tensor([2, 0, 3, 1])], sampling(), 3))
+    first, second = (responses(generate(rollout, shard, sampling(), 3)) for shard in (prompts[:1], prompts[1:]))
     for other in (shuffled, first | second):
         assert other.keys() == whole.keys()
         for name, (ids, log_probs) in whole.items():
@@ -130,13 +123,45 @@ def test_samples_do_not_depend_on_the_batch(llama, max_batch_rows):
 def test_samples_differ_by_name_and_repeat(llama):
     rollout = load_rollout(llama[0])
     free = sampling(n=8, stops=())
-    first = [ids for ids, _ in responses(rollout.generate(make_prompts(), free, 0)).values()]
+    first = [ids for ids, _ in responses(generate(rollout, make_prompts(), free)).values()]
     assert len({tuple(ids) for ids in first}) == 32
-    assert first == [ids for ids, _ in responses(rollout.generate(make_prompts(), free, 0)).values()]
-    others = ((rollout, free, 1), (load_rollout(llama[0], seed=1), free, 0))
-    for other, how, step in (*others, (rollout, sampling(n=8, stops=(), purpose="validation"), 0)):
-        drawn = [ids for ids, _ in responses(other.generate(make_prompts(), how, step)).values()]
+    assert first == [ids for ids, _ in responses(generate(rollout, make_prompts(), free)).values()]
+    others = ((free, 1, 0), (free, 0, 1), (sampling(n=8, stops=(), purpose="validation"), 0, 0))
+    for how, step, seed in others:
+        drawn = [ids for ids, _ in responses(generate(rollout, make_prompts(), how, step, seed)).values()]
         assert all(a != b for a, b in zip(first, drawn))
+
+
+def test_a_request_is_completed_alike_beside_any_other(llama):
+    """Also where those beside it may grow longer, start with stop ids forbidden, or have no sibling."""
+    rollout = load_rollout(llama[0], max_batch_rows=5)
+    prompts = ([5, 6, 7], [9] * 11, [5, 6, 7], [30, 31], [5, 6, 7])
+    requests = [
+        Request(ids, 10 + i, least, most) for i, (ids, least, most) in enumerate(zip(prompts, (0, 6, 3, 0, 0), (4, 40, 12, 1, 25)))
+    ]
+    for temperature in (0.0, 1.0):
+        together = rollout.complete(requests, sampling(temperature))
+        for request, reply in zip(requests, together, strict=True):
+            (alone,) = rollout.complete([request], sampling(temperature))
+            assert (alone.ids, alone.stopped) == (reply.ids, reply.stopped)
+            assert alone.log_probs == pytest.approx(reply.log_probs, abs=1e-5)
+            assert len(reply.ids) <= request.max_tokens and len(reply.ids) == len(reply.log_probs)
+            assert not set(reply.ids[: request.min_tokens]) & set(STOPS) and (reply.ids[-1] in STOPS) == reply.stopped
+            assert reply.stopped or len(reply.ids) == request.max_tokens
+    assert rollout.complete([], sampling()) == []
+
+
+def test_at_the_deadline_replies_are_what_is_there(llama):
+    """Every row has one token at least: a step that keeps all of its groups goes on."""
+    asked = iter([False, False, True])
+    free = sampling(stops=())
+    rollout = load_rollout(llama[0], max_batch_rows=2)
+    requests = [Request([3, 4, 5], seed, 0, 12) for seed in range(3)]
+    whole = rollout.complete(requests, free)
+    cut = rollout.complete(requests, free, lambda: next(asked, True))
+    assert [len(reply.ids) for reply in cut] == [3, 3, 1]
+    for reply, other in zip(cut, whole):
+        assert not reply.stopped and other.ids[: len(reply.ids)] == reply.ids
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -144,7 +169,7 @@ def test_frequencies_are_those_of_the_model(llama, temperature):
     """Pearson's chi-square of 4,000 first tokens; below the 99.9 % quantile (Wilson-Hilferty)."""
     folder, model = llama
     rollout = load_rollout(folder, max_batch_rows=4000)
-    batch = rollout.generate(make_prompts((6,)), sampling(temperature, n=4000, max_tokens=1), 0)
+    batch = generate(rollout, make_prompts((6,)), sampling(temperature, n=4000, max_tokens=1))
     expected = teacher_forced(model, batch, 0, temperature)[0].exp() * 4000
     seen = torch.bincount(batch.input_ids[:, 6], minlength=64).float()
     common = expected >= 5
@@ -170,17 +195,17 @@ def test_draw_inverts_the_distribution(vocabulary):
 
 
 @pytest.mark.parametrize(
-    "stops, pad_id, script, mask, truncated",
+    "stops, script, mask, truncated",
     [
-        ((2,), 9, [5, 7, 2], [1, 1, 1, 0, 0], False),
-        ((2,), 2, [5, 7, 2], [1, 1, 1, 0, 0], False),  # padding is the stop id
-        ((2,), 9, [5, 7, 8, 6, 4], [1, 1, 1, 1, 1], True),  # no stop id is added
-        ((2,), 9, [5, 7, 8, 6, 2], [1, 1, 1, 1, 1], False),
-        ((2, 3), 9, [5, 3], [1, 1, 0, 0, 0], False),
-        ((2,), 2, [2], [1, 0, 0, 0, 0], False),
+        ((2,), [5, 7, 2], [1, 1, 1, 0, 0], False),
+        ((0,), [5, 7, 0], [1, 1, 1, 0, 0], False),  # padding is the stop id
+        ((2,), [5, 7, 8, 6, 4], [1, 1, 1, 1, 1], True),  # no stop id is added
+        ((2,), [5, 7, 8, 6, 2], [1, 1, 1, 1, 1], False),
+        ((2, 3), [5, 3], [1, 1, 0, 0, 0], False),
+        ((0,), [0], [1, 0, 0, 0, 0], False),
     ],
 )
-def test_stop_padding_and_truncation(llama, monkeypatch, stops, pad_id, script, mask, truncated):
+def test_stop_padding_and_truncation(llama, monkeypatch, stops, script, mask, truncated):
     """Sample 0 draws `script`, sample 1 never stops (TRL issues 1623, 6357, 6800; OpenRLHF 217; verl 5797)."""
     left = [iter(script), iter([5, 7, 8, 6, 4])]
 
@@ -190,9 +215,8 @@ def test_stop_padding_and_truncation(llama, monkeypatch, stops, pad_id, script, 
         return torch.tensor(tokens), torch.full((len(tokens),), -0.5)
 
     monkeypatch.setattr(hf_rollout, "draw", scripted)
-    rollout = load_rollout(llama[0], pad_id=pad_id)
-    batch = rollout.generate(make_prompts((4,)), sampling(n=2, max_tokens=5, stops=stops), 0)
-    assert batch.input_ids[0, 4:].tolist() == script + [pad_id] * (5 - len(script))
+    batch = generate(load_rollout(llama[0]), make_prompts((4,)), sampling(n=2, max_tokens=5, stops=stops))
+    assert batch.input_ids[0, 4:].tolist() == script + [0] * (5 - len(script))
     assert batch.response_mask.int().tolist() == [[0] * 4 + mask, [0] * 4 + [1] * 5]
     assert batch.lengths.tolist() == [4 + len(script), 9]
     assert batch.truncated.tolist() == [truncated, True]
@@ -205,7 +229,7 @@ def test_stop_padding_and_truncation(llama, monkeypatch, stops, pad_id, script, 
 def test_min_tokens_take_the_probability_of_stop_ids(llama, temperature):
     folder, model = llama
     stops = tuple(range(32))
-    batch = load_rollout(folder).generate(make_prompts(), sampling(temperature, n=8, min_tokens=3, stops=stops), 0)
+    batch = generate(load_rollout(folder), make_prompts(), sampling(temperature, n=8, min_tokens=3, stops=stops))
     counts = batch.lengths - batch.prompt_lengths
     assert counts.min() >= 3
     assert not temperature or (counts == 4).any()
@@ -219,14 +243,15 @@ def test_min_tokens_take_the_probability_of_stop_ids(llama, temperature):
 
 @pytest.mark.parametrize(
     "max_batch_rows, prefill",
-    [(64, [(4, 11)]), (8, [(2, 11), (2, 5)]), (3, [(1, 11), (1, 8), (1, 5), (1, 3)])],
+    [(64, [(4, 11)]), (8, [(2, 11), (2, 5)]), (4, [(1, 11), (1, 8), (1, 5), (1, 3)]), (6, [(2, 11), (2, 8), (1, 3)])],
 )
-def test_a_prompt_is_computed_once(llama, max_batch_rows, prefill):
+def test_a_prompt_is_computed_once_in_each_batch(llama, max_batch_rows, prefill):
+    """Where whole groups fit into a batch: once."""
     rollout = load_rollout(llama[0], max_batch_rows)
     shapes = []
     embed = rollout.model.get_input_embeddings()
     embed.register_forward_hook(lambda module, args, out: shapes.append(tuple(args[0].shape)))
-    rollout.generate(make_prompts(), sampling(n=4), 0)
+    generate(rollout, make_prompts(), sampling(n=4))
     assert [shape for shape in shapes if shape[1] > 1] == prefill
     assert max(rows for rows, tokens in shapes if tokens == 1) <= max_batch_rows
 
@@ -235,41 +260,45 @@ def test_finished_rows_leave_the_batch(llama):
     rollout = load_rollout(llama[0])
     rows = []
     rollout.model.get_input_embeddings().register_forward_hook(lambda module, args, out: rows.append(len(args[0])))
-    batch = rollout.generate(make_prompts(), sampling(n=4), 0)
+    batch = generate(rollout, make_prompts(), sampling(n=4))
     counts = batch.lengths - batch.prompt_lengths
     assert sum(rows[1:]) == int((counts - 1).sum())  # no token is computed for a row that has ended
+
+
+def test_score_is_the_models_own(pair):
+    """Log-probs at temperature 1 of each row's tokens after the first, rows of unlike length."""
+    model, rollout = pair
+    rows = [[5, 9, 11, 2, 7], [3], [8, 8], list(range(3, 40))]
+    found = rollout.score(rows)
+    assert [len(row) for row in found] == [4, 0, 1, 36]
+    for row, log_probs in zip(rows, found):
+        expected = forward_log_probs(model, row)[torch.arange(len(row) - 1), row[1:]]
+        torch.testing.assert_close(torch.tensor(log_probs), expected, rtol=0, atol=1e-5)
 
 
 def test_update_weights(tmp_path, pair):
     model, rollout = pair
     other = save_model(tmp_path / "other", tiny_config(model.config.model_type), seed=1)
-    expected = load_rollout(tmp_path / "other").generate(make_prompts(), sampling(), 0)
-    before = rollout.generate(make_prompts(), sampling(), 0)
+    expected = generate(load_rollout(tmp_path / "other"), make_prompts(), sampling())
+    before = generate(rollout, make_prompts(), sampling())
     tensors = load_file(tmp_path / "other/model.safetensors")
-    rollout.update_weights(((name, tensor.double()) for name, tensor in tensors.items()), 7)
-    after = rollout.generate(make_prompts(), sampling(), 0)
+    rollout.update_weights((name, tensor.double()) for name, tensor in tensors.items())
+    after = generate(rollout, make_prompts(), sampling())
     assert not torch.equal(before.lengths, after.lengths)
     for name in ("input_ids", "rollout_log_probs", "lengths"):
         assert torch.equal(after.get(name), expected.get(name))
-    assert torch.equal(after.policy_version, torch.where(after.response_mask, 7, -1).int())
     assert rollout.model.dtype == other.dtype == torch.float32
 
 
-def test_weights_that_do_not_fit_are_named(llama):
+def test_parameters_that_got_nothing_are_named(llama):
+    """After the whole stream: a collective one must be exhausted by all."""
     rollout = load_rollout(llama[0])
     tensors = load_file(llama[0] / "model.safetensors")
-    del tensors["model.norm.weight"]
-    tensors["model.embed_tokens.weight"] = torch.zeros(65, 32)
-    stream = iter([*tensors.items(), ("lm_head.bias", torch.zeros(64))])
-    with pytest.raises(ValueError) as error:
-        rollout.update_weights(stream, 4)
-    assert str(error.value).splitlines()[1:] == [
-        "shape (65, 32), expected (64, 32): model.embed_tokens.weight",
-        "unknown: lm_head.bias",
-        "missing: model.norm.weight",
-    ]
-    assert next(stream, None) is None  # a collective stream must be exhausted by all
-    assert rollout.version == 0
+    del tensors["model.norm.weight"], tensors["model.embed_tokens.weight"]
+    stream = iter(tensors.items())
+    with pytest.raises(ValueError, match="got no weights: model.embed_tokens.weight, model.norm.weight$"):
+        rollout.update_weights(stream)
+    assert next(stream, None) is None
 
 
 @pytest.mark.parametrize(
@@ -287,31 +316,26 @@ def test_other_attention_is_refused(tmp_path, config, what):
         load_rollout(tmp_path)
 
 
-def test_no_prompts_give_no_rows(llama):
+def test_logits_that_are_not_finite_are_named(llama):
     rollout = load_rollout(llama[0])
-    none, some = rollout.generate(make_prompts(()), sampling(), 0), rollout.generate(make_prompts(), sampling(), 0)
-    assert none.batch_size == (0,) and none.input_ids.shape == (0, 0)
-    dtypes = [{name: value.dtype for name, value in batch.to_tensordict().items()} for batch in (none, some)]
-    assert dtypes[0] == dtypes[1]
-
-
-def test_bad_rows_are_named(tmp_path):
-    save_model(tmp_path, LlamaConfig(**SIZES | {"max_position_embeddings": 20}))
-    rollout = load_rollout(tmp_path)
-    with pytest.raises(ValueError, match="uid 101 has 11 tokens; 1 to 8 fit beside 12"):
-        rollout.generate(make_prompts(), sampling(), 0)
-    with pytest.raises(ValueError, match="uid 100 has 0 tokens"):
-        rollout.generate(make_prompts((0, 3)), sampling(), 0)
     rollout.model.lm_head.weight.fill_(torch.nan)
-    with pytest.raises(ValueError, match=r"uid 100, sample 0 are not finite \(8 of 8 samples\)"):
-        rollout.generate(make_prompts((5, 3)), sampling(), 0)
+    for temperature in (1.0, 0.0):
+        with pytest.raises(ValueError, match="uid 100, sample 0 are not finite: .* lower optimizer.learning_rate"):
+            generate(rollout, make_prompts((5, 3)), sampling(temperature))
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 256), (40, 40)])
+def test_the_context_is_that_of_the_model_unless_given(llama, given, expected):
+    config = RolloutConfig(dtype="float32", max_model_len=given)
+    assert HFRollout(config, RolloutModel(str(llama[0]), (2,)), ALONE).max_model_len == expected
 
 
 def test_bfloat16_samples_with_float32_log_probs(llama):
-    rollout = HFRollout(RolloutConfig(dtype="bfloat16"), str(llama[0]), (2,), 0, 0, CPU)
+    rollout = load_rollout(llama[0], dtype="bfloat16")
     rollout.sleep()
-    rollout.wake_up()
-    batch = rollout.generate(make_prompts(), sampling(), 0)
+    rollout.wake_up("weights")
+    rollout.wake_up("kv_cache")
+    batch = generate(rollout, make_prompts(), sampling())
     assert rollout.model.dtype == torch.bfloat16
     assert batch.rollout_log_probs.dtype == torch.float32
     for b, (ids, log_probs) in enumerate(responses(batch).values()):

@@ -4,10 +4,8 @@ import io
 import itertools
 import json
 import math
-import re
 import statistics
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +14,7 @@ from rich.text import Text
 
 from spmd_rl import metrics
 from spmd_rl.config import LoggerConfig
-from spmd_rl.metrics import Max, Mean, Sum, add_stats, neutral, pack, schema, unpack, values
+from spmd_rl.metrics import Max, Mean, Min, Sum, add_stats, neutral, pack, schema, unpack, values
 
 A = {"loss": Sum(1.5), "kl": Mean(2.0, 4.0), "ratio": Max(1.25)}
 B = {"loss": Sum(0.25), "kl": Mean(7.0, 2.0), "ratio": Max(3.0), "extra": Sum(1.0)}
@@ -77,6 +75,14 @@ def test_values_of_nothing_are_nan():
     assert math.isnan(result["mean"]) and math.isnan(result["max"]) and result["sum"] == 2.0
 
 
+def test_a_minimum_over_parts_and_ranks():
+    mixed = add_stats({"m": Min(2.0)}, {"m": Min(torch.tensor(0.5))})
+    assert values(mixed) == {"m": 0.5} and math.isnan(values(add_stats(mixed, {"m": Min(math.nan)}))["m"])
+    assert math.isnan(values(neutral([("m", "Min")]))["m"])
+    ranks = [pack(stats, [("m", "Min")]) for stats in ({"m": Min(3.0)}, {}, {"m": Min(-2.0)})]
+    assert unpack(([], torch.tensor([maxed for _, maxed in ranks]).amax(0).tolist()), [("m", "Min")]) == {"m": Min(-2.0)}
+
+
 def clock(*ticks):
     return iter(ticks).__next__
 
@@ -129,12 +135,6 @@ def test_phases_are_flat_and_close_on_an_exception():
         pass
     with phases("train"), pytest.raises(RuntimeError, match="'train' is still open"):
         phases.step()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_is_the_peak_that_the_kernel_reports():
-    peak_kib = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-    assert metrics.memory()["memory/rss_gb"] == pytest.approx(peak_kib * 1024 / 1e9, rel=0.01)
 
 
 def lines(path):

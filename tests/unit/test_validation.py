@@ -5,9 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from spmd_rl.config import AlgorithmConfig, Config, DataConfig, EngineConfig, PlacementConfig, RolloutConfig
+from spmd_rl.config import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    EngineConfig,
+    EnvironmentConfig,
+    PlacementConfig,
+    RolloutConfig,
+)
 from spmd_rl.engine.fsdp import FSDPConfig
-from spmd_rl.train import compose_config, config_folder, groups
+from spmd_rl.train import compose_config, config_folder, groups, resolve_auto
 from spmd_rl.validation import needed_roles, parse_placement, parse_ranks, typed, validate
 
 LINE = re.compile(r"[a-z]\w*([.,] ?\w+)*: .+ - \S.*")  # field path: what is wrong - what to set
@@ -15,9 +23,10 @@ READY = {"engine": FSDPConfig(dtype="float32"), "rollout": RolloutConfig(dtype="
 
 
 def ready(**sections) -> Config:
-    """The default configuration as it is once `auto` is resolved."""
+    """The default configuration as it is once `auto` is resolved; `hf` is there on every machine."""
     config = Config(**READY | sections)
-    return replace(config, trainer=replace(config.trainer, device="cpu"))
+    rollout = replace(config.rollout, backend="hf") if config.rollout.backend == "vllm" else config.rollout
+    return resolve_auto(replace(config, rollout=rollout, trainer=replace(config.trainer, device="cpu")))
 
 
 def batch(prompts: int, mini_batches: int) -> dict:
@@ -111,6 +120,18 @@ def test_validate_reports_every_problem_in_one_call():
         ({"algorithm": AlgorithmConfig(policy_loss="spmd_rl.losses:ppo_terms")}, 1, ["has no 'ppo_terms'", "'ppo_term'"]),
         ({"algorithm": AlgorithmConfig(aggregation="seq-mean-token-sum-norm")}, 1, ["algorithm.aggregation_length: "]),
         ({"rollout": RolloutConfig(min_response_tokens=65, dtype="float32")}, 1, ["rollout.min_response_tokens: 65", "(64)"]),
+        ({"rollout": RolloutConfig(min_response_tokens=2, max_logprob_diff=0.1)}, 1, ["rollout.max_logprob_diff: 0.1", "to 0"]),
+        ({"rollout": RolloutConfig(top_p=0.9)}, 1, ["rollout.top_p, rollout.top_k: 0.9 and 0", "set 1 and 0"]),
+        ({"rollout": RolloutConfig(max_model_len=64)}, 1, ["rollout.max_model_len: 64 leaves no room", "(64)", "set 576"]),
+        ({"rollout": RolloutConfig(tensor_parallel_size=2)}, 2, ["rollout.tensor_parallel_size: 2 with rollout.backend=hf"]),
+        ({"rollout": RolloutConfig(max_step_seconds=-1.0)}, 1, ["rollout.max_step_seconds: -1.0 is too small", "at least 0"]),
+        (
+            {"rollout": RolloutConfig(max_step_tokens=4), "environment": EnvironmentConfig("calculator")},
+            1,
+            ["rollout.max_step_tokens, rollout.max_step_seconds: ", "set 0"],
+        ),
+        ({"algorithm": AlgorithmConfig(rollout_correction="tokens-mask")}, 1, ["'tokens-mask'", "did you mean 'token-mask'?"]),
+        ({"algorithm": AlgorithmConfig(rollout_correction_cap=0.5)}, 1, ["algorithm.rollout_correction_cap: 0.5", "at least 1"]),
         ({"engine": replace(EngineConfig(), dtype="float32", backend="fsdpp")}, 1, []),  # `typed` has named it
     ],
 )  # fmt: skip
