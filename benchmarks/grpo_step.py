@@ -196,10 +196,10 @@ def show(results: dict[str, dict[str, dict[str, float]]]) -> None:
 
 
 def report(results: dict[str, dict[str, dict[str, float]]], rollouts: list[str]) -> dict[str, Any]:
-    """Of the JSON line: figures and ratios by work. Those of the first rollout backend go without its name."""
+    """Of the JSON line: figures and ratios by work; those of another rollout backend than the default carry its name."""
     line: dict[str, Any] = {}
     for rollout in rollouts:
-        suffix = "" if rollout == rollouts[0] else f"_{rollout}"
+        suffix = "" if rollout == "vllm" else f"_{rollout}"
         line[f"dtypes{suffix}"] = {key: by_name[rollout] for key, by_name in results.items()}
         ratios = ("ratio_vs_trl", "samples_per_second"), ("cpu_vs_trl", "cpu/step"), ("memory_vs_trl", "rss_gb_per_rank")
         for ratio, name in ratios if all("trl" in by for by in results.values()) else ():

@@ -90,8 +90,9 @@ class EnvironmentDialogue(Dialogue):
         self.counts[kind] += 1
 
     def _on_lane_0(self, ask: Callable[[], T]) -> T:
-        found = ask() if self.mesh.lane == 0 else None
-        return found if self.mesh.width == 1 else broadcast_object(found, 0, self.mesh.lane_group, "environment")
+        if self.mesh.width == 1:
+            return ask()
+        return broadcast_object(ask() if self.mesh.lane == 0 else None, 0, self.mesh.lane_group, "environment")
 
 
 def _key(episode: Episode) -> tuple[int, int]:

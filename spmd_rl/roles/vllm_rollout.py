@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import math
@@ -67,8 +68,10 @@ def problems(config: RolloutConfig, device: str) -> list[str]:
 class Quarantine:
     """What vLLM does to its process holds only while vLLM runs: patches of torch, the random state, the environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, stance: str) -> None:
+        """`stance`: of torch.compile. force_eager: without a compiler, its seconds and the files that it leaves."""
         self.theirs: dict[tuple[Any, str], Any] = {}
+        self.stance = stance
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -78,7 +81,7 @@ class Quarantine:
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         self.release()
         try:
-            with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            with torch.random.fork_rng(devices=devices), warnings.catch_warnings(), torch.compiler.set_stance(self.stance):
                 warnings.simplefilter("ignore", FutureWarning)
                 yield
         finally:
@@ -108,8 +111,8 @@ class VLLMRollout(RolloutBackend):
 
     def __init__(self, config: RolloutConfig, model: RolloutModel, mesh: RoleMesh):
         """Weights are dummies until the first update. Raises ValueError for what vLLM refuses."""
-        self.quarantine, self.counts = Quarantine(), Counter()
         self.on_host = mesh.device.type == "cpu"
+        self.quarantine, self.counts = Quarantine("force_eager" if self.on_host else "default"), Counter()
         self.plain = self.on_host and config.dtype == "bfloat16"
         self.sleeping: set[str] = set()
         self.max_model_len = config.max_model_len or 0
@@ -263,11 +266,10 @@ class VLLMRollout(RolloutBackend):
 
 def _contain(segment: str, plain: bool) -> None:
     """Before the engine is made: the trainer's groups outlive it, shared memory has a name of its own, and `plain`."""
-    import vllm.distributed.device_communicators.cpu_communicator as communicator
-    import vllm.distributed.parallel_state as parallel
-    import vllm.model_executor.layers.utils as layers
-    import vllm.v1.engine.core as core
-
+    names = ("v1.engine.core", "distributed.device_communicators.cpu_communicator", "distributed.parallel_state",
+             "model_executor.layers.utils")  # fmt: skip
+    modules: list[Any] = [importlib.import_module(f"vllm.{name}") for name in names]
+    core, communicator, parallel, layers = modules
     core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
     # vLLM names it by ranks inside the cell, which another job or cell has too
     communicator._CPUSHMDistributed.make_group_name = staticmethod(lambda owner: f"{segment}-{owner.unique_name.replace(':', '-')}")
@@ -278,5 +280,5 @@ def _contain(segment: str, plain: bool) -> None:
         layers.dispatch_cpu_unquantized_gemm = _plain_gemm
 
 
-def _plain_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
+def _plain_gemm(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear

@@ -20,10 +20,10 @@ PHASES = {"generate", "reward", "move", "infer", "advantage", "train", "weights"
 KEYS = {
     *(f"{kind}/{phase}" for kind in ("time", "cpu") for phase in PHASES),
     *("reward/mean", "reward/max", "reward/failed", "reward/overlap", "reward/zero_signal_groups"),
-    *("response/length_mean", "response/length_max", "response/truncated_fraction"),
+    *("response/samples", "response/tokens", "response/length_mean", "response/length_max", "response/truncated_fraction"),
     *("actor/loss", "actor/lr", "actor/grad_norm", "actor/clip_fraction", "actor/approx_kl", "actor/ratio_max"),
-    *("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "actor/micro_batches"),
-    *("actor/rows_skipped", "actor/skipped_steps", "actor/nonfinite_steps"),
+    *(f"rollout/{name}" for name in ("logprob_diff_mean", "logprob_diff_max", "kl", "probe_diff_mean", "probe_diff_max")),
+    *("actor/micro_batches", "actor/rows_skipped", "actor/skipped_steps", "actor/nonfinite_steps"),
     *("perf/samples_per_second", "perf/tokens_per_second", "memory/rss_gb", "memory/free_gb_min"),
     *("traffic/batch_bytes", "traffic/weights_bytes"),
 }
@@ -84,7 +84,8 @@ def test_metrics(two_ranks):
         assert (
             row["actor/ratio_max"] == 1 and row["actor/clip_fraction"] == row["reward/failed"] == row["actor/nonfinite_steps"] == 0
         )
-        assert row["rollout/logprob_diff_max"] < 1e-4
+        assert row["rollout/logprob_diff_max"] < 1e-4 and row["rollout/probe_diff_max"] < 1e-4
+        assert row["response/samples"] == 128 and row["response/tokens"] == pytest.approx(128 * row["response/length_mean"])
 
 
 @pytest.mark.spmd

@@ -26,12 +26,15 @@ from transformers import AutoModelForCausalLM
 
 from spmd_rl.batch import Prompts, Sampling
 from spmd_rl.collectives import barrier
-from spmd_rl.config import RolloutConfig, TimeoutConfig
+from spmd_rl.config import OptimizerConfig, RolloutConfig, TimeoutConfig
+from spmd_rl.engine.base import EngineModel
+from spmd_rl.engine.fsdp import FSDPConfig
 from spmd_rl.launch import detect_launch
 from spmd_rl.mesh import Role, close_world, open_store, split_world
 from spmd_rl.placed import WeightStream, shard_prompts
 from spmd_rl.roles.generation import Request, RolloutModel
 from spmd_rl.roles.server_adapter import ServerAdapter
+from spmd_rl.roles.training_worker import TrainingWorker, TrainingWorkerConfig
 from spmd_rl.roles.vllm_rollout import VLLMRollout
 from tests.forks import VLLM, fork_ranks
 from tests.helpers import forward_log_probs, randomize, wide_model
@@ -203,7 +206,7 @@ def prompts_batch(prompts: list[list[int]], first: int = 100) -> Prompts:
 
 
 def one_layout(folder: Path) -> None:
-    """Body of a fork; FOLDER/what.json: lanes of a replica. Leaves rowsRANK.json: [uid, sample, ids, log-probs, ...] of each row."""
+    """Body of a fork; FOLDER/what.json: lanes of a replica. Leaves rowsRANK.json: what `found` below holds."""
     width = json.loads((folder / "what.json").read_text())
     world, mesh = start(width)
     model = randomize(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32), 1)
@@ -257,6 +260,7 @@ def test_the_same_samples_on_every_layout(layouts, name):
         assert log_probs == pytest.approx(expected[key][1], abs=1e-4)
 
 
+MOVING = ("os.environ", "tempfile._name_sequence")
 WATCHED = (torch, torch.cuda, torch.accelerator, torch.Tensor, torch.nn.functional, dist, tempfile, os, random, np.random)
 
 
@@ -279,7 +283,7 @@ def surroundings(folder: Path) -> dict:
     commands = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
-        **{name: value for name, value in patched.items() if not name.endswith(("environ", "__warningregistry__"))},
+        **{name: value for name, value in patched.items() if name not in MOVING},
         "torch's draws": torch.get_rng_state().tolist(),
         "numpy's draws": str(np.random.get_state()),
         "python's draws": random.getstate(),
@@ -340,3 +344,71 @@ def test_what_is_not_its_own_stays_as_it_was(folder):
     dist.all_reduce(total)
     assert total.item() == 3
     close_world(world)
+
+
+ROWS = "model.layers.0.mlp.down_proj.weight"
+GATE, UP = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+
+
+def permuted(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flip(0) if name == ROWS else tensor
+
+
+TAMPERED = {  # what becomes of the pairs: (exception, what its text names)
+    "drop a part of a fused tensor": (lambda named: [p for p in named if "0.self_attn.q_proj" not in p[0]], ValueError, "q_proj"),
+    "drop": (lambda named: [p for p in named if p[0] != ROWS], ValueError, "mlp.down_proj.weight"),
+    "drop the last norm": (lambda named: [p for p in named if p[0] != "model.norm.weight"], ValueError, "model.norm.weight"),
+    "rename": (lambda named: [(n.replace("0.mlp.up", "0.mlp.over"), t) for n, t in named], ValueError, "mlp.over_proj"),
+    "shape": (lambda named: [(n, t[:-32] if n == ROWS else t) for n, t in named], ValueError, ROWS),
+    "transpose": (lambda named: [(n, t.T if n == ROWS else t) for n, t in named], ValueError, ROWS),
+    "swap": (lambda named: [({GATE: UP, UP: GATE}.get(n, n), t) for n, t in named], RuntimeError, "probe"),
+    "permute": (lambda named: [(n, permuted(n, t)) for n, t in named], RuntimeError, "probe"),
+    "stale": (lambda named: [(n, 0.9 * t if n == "lm_head.weight" else t) for n, t in named], RuntimeError, "probe"),
+}
+
+
+def proofs(folder: Path) -> None:
+    """Body of a fork: streams of a sharded actor to a replica on each of 2 ranks, whole and tampered with."""
+    world, mesh = start()
+    model = EngineModel(str(folder / "model"), "language_model", False)
+    engine = FSDPConfig(dtype="float32", shard_size=2)
+    actor = TrainingWorker(
+        TrainingWorkerConfig("actor", model, engine, OptimizerConfig(), "old_log_probs", probe=PROBE), world.meshes["actor"]
+    )
+    adapter = ServerAdapter(CONFIG, RolloutModel(str(folder / "model"), (2,), probe=PROBE), 7, mesh)
+
+    def update(version: int, change=lambda named: named) -> None:
+        stream = actor.weights().to(mesh)
+        adapter.update_weights(replace(stream, named=change([(n, t.clone()) for n, t in stream.named])), version)
+
+    def whole(version: int) -> None:
+        update(version)
+        stats = adapter.take()
+        assert 0 < stats["rollout/probe_diff_max"].value < 1e-4 and stats["rollout/probe_diff_mean"].total < 1e-5
+        assert adapter.version == version
+
+    whole(1)
+    assert len(actor.weights().expected()) == len(PROBE)
+    found = {}
+    for name, (change, error, text) in TAMPERED.items():
+        try:
+            update(5, change)
+            found[name] = "passed"
+        except Exception as raised:
+            named = isinstance(raised, error) and text in str(raised) and (error is ValueError or "version 5" in str(raised))
+            found[name] = None if named else f"{type(raised).__name__}: {raised}"
+        assert adapter.version < 5, name
+        whole(2)
+    wrong = {name: what for name, what in found.items() if what}
+    for change in (lambda n, t: t * (1 + 1e-6) if n == ROWS else t, lambda n, t: t.clone() if n != GATE else t + 0.1):
+        with pytest.raises(RuntimeError, match=r"version 6: rank 1 was handed other tensors than rank 0"):
+            update(6, lambda named, change=change: [(n, change(n, t) if world.rank else t) for n, t in named])
+        whole(3)
+    assert not wrong, wrong
+    adapter.shutdown()
+    close_world(world)
+
+
+def test_a_stream_that_was_tampered_with_is_refused(tmp_path):
+    wide_model("llama", False, tmp_path / "model")
+    fork_ranks("tests.spmd.test_vllm:proofs", tmp_path, 2, preload=VLLM)

@@ -105,6 +105,26 @@ def test_auto_takes_what_the_machine_has(monkeypatch):
     assert found("trainer.device=cpu") == ("cpu", "float32", "float32")
 
 
+def test_auto_of_the_rollout_follows_its_dtype(monkeypatch):
+    """Whether rollout and trainer can agree to the bit, and what is done where they cannot."""
+
+    def found(*overrides: str) -> tuple[float, str, int]:
+        config, problems = compose_config("tiny", None, list(overrides))
+        assert problems == [] and validate(config, 1) == []
+        return config.rollout.max_logprob_diff, config.algorithm.rollout_correction, config.rollout.max_model_len
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert found() == (1e-3, "off", 32 + 8)
+    assert found("rollout.dtype=bfloat16") == (0, "token-truncate", 40)
+    assert found("engine.dtype=bfloat16", "rollout.dtype=float32") == (0, "off", 40)
+    assert found("rollout.min_response_tokens=2") == (0, "off", 40)
+    given = ["rollout.max_logprob_diff=0.5", "algorithm.rollout_correction=sequence-mask", "rollout.max_model_len=100"]
+    assert found("rollout.dtype=bfloat16", *given) == (0.5, "sequence-mask", 100)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert found("rollout=hf") == (0, "token-truncate", 40)
+    assert found("rollout=hf", "engine.dtype=float32") == (0, "off", 40)
+
+
 def test_what_srun_lacks_ends_with_one_message(monkeypatch, capsys):
     tasks = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1"}
     for name, value in tasks.items():
