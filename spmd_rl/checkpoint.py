@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from spmd_rl.batch import PER_ROW, Batch, fields_of, make_batch, pad_to
 from spmd_rl.collectives import barrier, broadcast_object
 from spmd_rl.config import ConfigError
-from spmd_rl.mesh import World
-from spmd_rl.placed import WeightStream
+from spmd_rl.mesh import RoleMesh, World
+from spmd_rl.metrics import Stats, add_stats, pack, schema, unpack
+from spmd_rl.placed import Placed, WeightStream
 
 STEP = re.compile(r"step_(\d{6,})(\.partial)?")
 STATE = "state.json"
@@ -134,6 +136,36 @@ def export_hf(stream: WeightStream, source: Path, target: Path, dtype: str) -> N
     (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
+
+
+def save_samples(batch: Placed[Batch], stats: Stats, shown: list[dict], folder: Path) -> None:
+    """Local: a file of each replica, written by its lane 0: the samples in flight, and what is to be said of them."""
+    if batch.mesh.here and batch.mesh.lane == 0:
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{batch.mesh.replica:05d}.safetensors"
+        save_file({name: value.contiguous() for name, value in fields_of(batch.local).items()}, path)
+        said = {"schema": schema(stats), "numbers": pack(stats, schema(stats)), "shown": shown}
+        path.with_suffix(".json").write_text(json.dumps(said, default=str))
+
+
+def load_samples(mesh: RoleMesh, folder: Path) -> tuple[Placed[Batch], Stats, list[dict]]:
+    """Local: every replica takes its share of the files, of which there may be more or fewer than replicas."""
+    if not mesh.here:
+        return Placed(mesh, None), {}, []
+    paths = sorted(folder.glob("*.safetensors"))
+    mine = paths[mesh.replica :: mesh.num_replicas]
+    tensors = [load_file(path) for path in mine] or [{name: value[:0] for name, value in load_file(paths[0]).items()}]
+    width = max(part["input_ids"].shape[1] for part in tensors)
+    fields = {
+        name: torch.cat([part[name] if name in PER_ROW else pad_to(part[name], width) for part in tensors]) for name in tensors[0]
+    }
+    stats: Stats = {}
+    shown: list[dict] = []
+    for path in mine if mesh.lane == 0 else ():
+        said = json.loads(path.with_suffix(".json").read_text())
+        stats = add_stats(stats, unpack(tuple(said["numbers"]), [tuple(entry) for entry in said["schema"]]))
+        shown += said["shown"]
+    return Placed(mesh, make_batch(fields)), stats, shown
 
 
 def on_first(world: World, function: Callable[[], Any], name: str) -> Any:

@@ -198,6 +198,7 @@ class TrainerConfig:
     total_steps: int = 10
     seed: int = 0
     device: str = "auto"  # auto | cpu | cuda
+    lookahead: int = 0  # 1: the samples of a step are drawn while the step before trains, by weights one version older
     run_dir: str = "outputs/run"
     save_every: int = 0  # 0: only after the last step, and not at all when keep is 0
     keep: int = 2  # complete checkpoints kept

@@ -124,7 +124,7 @@ def resolve_auto(config: Config) -> Config:
     )
     correction = config.algorithm.rollout_correction
     if correction == "auto":
-        correction = "token-truncate" if sampled == "bfloat16" else "off"
+        correction = "token-truncate" if sampled == "bfloat16" or config.trainer.lookahead else "off"
     return replace(
         config,
         trainer=replace(config.trainer, device=device),

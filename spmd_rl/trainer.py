@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from spmd_rl.batch import Batch, Sampling
-from spmd_rl.checkpoint import export_hf, find_resume, save_step
+from spmd_rl.checkpoint import export_hf, find_resume, load_samples, save_samples, save_step
 from spmd_rl.collectives import agree, barrier, gather_objects, reduce_stats
 from spmd_rl.config import ADVANTAGES, Config, ConfigError, resolve
 from spmd_rl.data import PromptSource
@@ -24,6 +24,15 @@ from spmd_rl.scoring import Scorer
 def has_advantage(batch: Batch):
     """[B] bool: rows that can have a gradient when neither KL nor entropy is part of the loss."""
     return (batch.advantages != 0).any(1)
+
+
+@dataclass
+class Sampled:
+    """The scored samples of a step, and what this rank has to say of them."""
+
+    batch: Placed[Batch]
+    stats: Stats
+    shown: list[dict]
 
 
 class RLTrainer:
@@ -53,6 +62,7 @@ class RLTrainer:
         limit = config.rollout.max_logprob_diff
         self.limits = {"rollout/logprob_diff_max": limit} if limit else None
         self.trained_once = algorithm.epochs == algorithm.num_mini_batches == 1
+        self.inflight: Sampled | None = None  # the next step's samples, drawn while this step trains
 
     def fit(self, open_writers: Callable[[int], list[Writer]]) -> int:
         """Collective over the world; the steps done, fewer than all after a stop signal.
@@ -64,12 +74,12 @@ class RLTrainer:
         self.writers = open_writers(start)
         barrier(self.world.control, "start")  # a rank that fails from here on has the last word in status.json
         if config.val_before and start == 0:
-            self.log(0, self.evaluate(0))
+            self.log(0, self.evaluate(0), [])
         for step in range(start, config.total_steps):
-            stats = self.train_step(step)
-            if config.eval_every and (step + 1) % config.eval_every == 0 or step + 1 == config.total_steps:
+            stats, shown = self.train_step(step)
+            if self._due(step + 1) and not config.lookahead or step + 1 == config.total_steps:
                 stats = add_stats(stats, self.evaluate(step + 1))
-            self.log(step + 1, stats)
+            self.log(step + 1, stats, shown)
             stop = agree(self.stopping, self.world.control, "stop")
             if config.save_every and (step + 1) % config.save_every == 0 or stop or step + 1 == config.total_steps:
                 self.save(step + 1)
@@ -83,13 +93,18 @@ class RLTrainer:
             writer.close()
         return done
 
-    def train_step(self, step: int) -> Stats:
-        """Collective over the world: one step of RL."""
-        actor, phases, config = self.actor, self.phases, self.config.algorithm
-        samples = self.sample(step)
+    def train_step(self, step: int) -> tuple[Stats, list[dict]]:
+        """Collective over the world: one step of RL. Its statistics and some of its samples, of this rank."""
+        actor, phases, config, ahead = self.actor, self.phases, self.config.algorithm, self.config.trainer.lookahead
+        samples, self.inflight = self.inflight or self.sample(step), None
+        stats = samples.stats
         with phases("move"):
             self.rollout.sleep()
-            batch = samples.to(actor.mesh)
+            batch = samples.batch.to(actor.mesh)
+        if ahead and step + 1 < self.config.trainer.total_steps:  # the rollout's ranks go on while the others train
+            if self._due(step):
+                stats = add_stats(stats, self.evaluate(step))
+            self.inflight = self.sample(step + 1)
         with phases("infer"):
             if self.ref:
                 batch = self.ref.infer_batch(batch.to(self.ref.mesh)).to(actor.mesh)
@@ -99,7 +114,6 @@ class RLTrainer:
                 batch = actor.infer_batch(batch)
         with phases("advantage"):
             batch = batch.map(self.advantage)
-        stats: Stats = {}
         policy_loss = partial(self.policy_loss, version=step)
         with phases("train"):
             for mini in batch.mini_batches(config.epochs, config.num_mini_batches, f"{self.config.trainer.seed}/{step}"):
@@ -108,15 +122,17 @@ class RLTrainer:
                 stats = add_stats(stats, actor.train_batch(mini, policy_loss, self.keep, self.limits))
         with phases("weights"):
             self.rollout.update_weights(actor.weights().to(self.rollout.mesh), version=step + 1)
-        return stats
+        return stats, samples.shown
 
-    def sample(self, step: int) -> Placed[Batch]:
+    def sample(self, step: int) -> Sampled:
         """Collective over the rollout mesh: the scored samples of a step."""
         with self.phases("generate"):
             prompts = self.rollout.next_prompts(self.source.prompts, step, self.config.data.prompts_per_step)
             samples = self.rollout.generate(prompts, self.sampling, step)
         with self.phases("reward"):
-            return samples.score(self.scorer.bind(step, self.sampling.max_tokens, self.config.trainer.sample_rows))
+            samples = samples.score(self.scorer.bind(step, self.sampling.max_tokens, self.config.trainer.sample_rows))
+        stats, shown = self.scorer.take()
+        return Sampled(samples, add_stats(stats, self.rollout.take()), shown)
 
     def evaluate(self, step: int) -> Stats:
         """Collective over the rollout mesh: statistics of the validation prompts, greedy unless `val_n` is more than 1."""
@@ -132,11 +148,9 @@ class RLTrainer:
             samples.score(scorer.bind(step, sampling.max_tokens, 0))
         return scorer.take()[0]
 
-    def log(self, step: int, stats: Stats) -> None:
+    def log(self, step: int, stats: Stats, shown: list[dict]) -> None:
         """Collective over the world: reduces the step's statistics once and writes them where there are writers."""
-        found, shown = self.scorer.take()
-        phases = self.phases.step()
-        stats = add_stats(add_stats(stats, found), self.rollout.take()) | {key: Mean(seconds, 1) for key, seconds in phases.items()}
+        stats = stats | {key: Mean(seconds, 1) for key, seconds in self.phases.step().items()}
         stats |= self.stage.step()
         stats |= {f"traffic/{kind}_bytes": Sum(traffic[kind]) for kind in ("batch", "weights")}
         traffic.clear()
@@ -173,12 +187,21 @@ class RLTrainer:
             start = state["step"]
             for role in self._stored():
                 role.load(folder)
+            if self.config.trainer.lookahead and (folder / "inflight").exists():
+                self.inflight = Sampled(*load_samples(self.rollout.mesh, folder / "inflight"))
         self.rollout.update_weights(self.actor.weights().to(self.rollout.mesh), version=start)
         return start
 
     def _save_roles(self, folder: Path) -> None:
         for role in self._stored():
             role.save(folder)
+        if self.inflight is not None:
+            save_samples(self.inflight.batch, self.inflight.stats, self.inflight.shown, folder / "inflight")
+
+    def _due(self, step: int) -> bool:
+        """Whether the weights of `step` updates are to be validated."""
+        every = self.config.trainer.eval_every
+        return bool(every) and step > 0 and step % every == 0
 
     def _stored(self) -> list:
         return [role for role in (self.actor, self.critic, self.rollout) if role]

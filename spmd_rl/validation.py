@@ -172,6 +172,10 @@ def validate(config: Config, world_size: int) -> list[str]:
 
     Needs no process group and no model."""
     placement, problems = parse_placement(config, world_size)
+    if config.trainer.lookahead and placement.get("rollout") == placement.get("actor"):
+        problems.append(
+            "trainer.lookahead: 1 overlaps nothing where actor and rollout share their ranks - set 0, or placement=split"
+        )
     problems += _value_problems(config) + _rollout_problems(config)
     if (module := _engine_module(config.engine.backend)) is not None:
         for role, ranks in placement.items():
@@ -286,6 +290,8 @@ def _pair_problems(config: Config) -> list[str]:
         )
     if config.algorithm.aggregation == "seq-mean-token-sum-norm" and not config.algorithm.aggregation_length:
         problems.append("algorithm.aggregation_length: seq-mean-token-sum-norm divides by it - set a length in tokens")
+    if config.trainer.lookahead not in (0, 1):
+        problems.append(f"trainer.lookahead: {config.trainer.lookahead} - set 0, or 1")
     if config.optimizer.total_steps is None and config.optimizer.warmup_steps > (
         total := config.trainer.total_steps * updates_per_step(config.algorithm)
     ):
