@@ -218,7 +218,7 @@ class PromptSource:
         rows = [orders[i // len(self)][i % len(self)] for i in occurrences]
         return self._batch(rows, list(occurrences))
 
-    def probe(self, count: int = 2, tokens: int = 24) -> tuple[tuple[int, ...], ...]:
+    def probe(self, count: int = 2, tokens: int = 12) -> tuple[tuple[int, ...], ...]:
         """The beginnings of the first prompts: short rows of real text to compare two models on."""
         return tuple(tuple(ids[:tokens].tolist()) for ids in self._ids[:count])
 

@@ -185,7 +185,7 @@ def validate(config: Config, world_size: int) -> list[str]:
                 problems.append(f"{key}: {len(ranks)} ranks are no multiple of {width}, the ranks of a replica of {role}")
             elif role != "rollout":
                 problems += [p for p in module.problems(config.engine, len(ranks)) if p not in problems]
-        problems += _batch_problems(config, {role: len(r) // replica_width(config, role) for role, r in placement.items()})
+        problems += _batch_problems(config, {role: len(r) // max(1, replica_width(config, role)) for role, r in placement.items()})
     for family, section in (("rewards", config.reward), ("environments", config.environment)):
         problems += resolve(f"spmd_rl.{family}:problems", {})(section)
     return problems

