@@ -17,6 +17,8 @@ from torch import Tensor
 
 from spmd_rl.batch import Batch
 from spmd_rl.config import AlgorithmConfig
+from spmd_rl.kl import kl_estimate, kl_kind
+from spmd_rl.metrics import Max, Mean, Stats
 
 AllSum = Callable[[Tensor], Tensor]
 
@@ -101,6 +103,41 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     if buffer <= 0:
         return torch.zeros_like(lengths, dtype=torch.float32)
     return -factor * ((lengths.float() - (max_length - buffer)) / buffer).clamp(0, 1)
+
+
+def subtract_kl(config: AlgorithmConfig, kl_coef: float, batch: Batch) -> Batch:
+    """With `config.kl_in_reward`: each response token's reward less `kl_coef` times the KL estimate of `old - ref` log-probs
+    there, and each row's reward less the sum of these; a row's `token_rewards` then add up to its `rewards`. Else `batch`.
+
+    The KL is k1 unless `config.kl_type` says otherwise, and has no gradient. InstructGPT: https://arxiv.org/abs/2203.02155
+    Raises ValueError without old or reference log-probs."""
+    if not config.kl_in_reward:
+        return batch
+    mask = _valid_tokens(batch)
+    penalty = kl_coef * kl_estimate(_drift(batch), kl_kind(config, "k1"))
+    shaped = batch.replace(token_rewards=(_token_rewards(batch, mask) - penalty).float())
+    return shaped if batch.rewards is None else shaped.replace(rewards=(_rewards(batch) - penalty.sum(-1)).float())
+
+
+def kl_stats(config: AlgorithmConfig, kl_coef: float, batch: Batch) -> Stats:
+    """Means and maxima, which every lane of a replica may report. `actor/kl_coef`; where there are old log-probs also
+    `actor/kl_sample`: nats of a whole sample, summed `old - ref`; with `config.kl_in_reward` also
+    `reward/kl_penalty_mean`: what a sample's reward is less."""
+    stats: Stats = {"actor/kl_coef": Max(kl_coef)}
+    if batch.old_log_probs is not None:
+        d, count = _drift(batch), _valid_rows(batch).sum().double()
+        stats["actor/kl_sample"] = Mean(d.sum(), count)
+        if config.kl_in_reward:
+            stats["reward/kl_penalty_mean"] = Mean(kl_coef * kl_estimate(d, kl_kind(config, "k1")).sum(), count)
+    return stats
+
+
+def _drift(batch: Batch) -> Tensor:
+    """Old minus reference log-probs, [B, T] float64 nats, 0 off the valid tokens."""
+    if batch.old_log_probs is None or batch.ref_log_probs is None:
+        absent = "old_log_probs" if batch.old_log_probs is None else "ref_log_probs"
+        raise ValueError(f"batch.{absent} is None where the KL in the reward needs it - infer it first")
+    return torch.where(_valid_tokens(batch), batch.old_log_probs.double() - batch.ref_log_probs.double(), 0.0)
 
 
 def _valid_rows(batch: Batch) -> Tensor:

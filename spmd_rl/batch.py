@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 import torch
 from tensordict import tensorclass
@@ -71,12 +73,13 @@ class Batch:
     returns: Tensor | None = None  # [B, T] float32
     token_rewards: Tensor | None = None  # [B, T] float32
     token_weights: Tensor | None = None  # [B, T] float32: carries the loss normalisation
-    rewards: Tensor | None = None  # [B] float32: the score before shaping; NaN where scoring failed
+    rewards: Tensor | None = None  # [B] float32: the score, less the KL once it is in the reward; NaN where scoring failed
 
 
 INTEGERS = ("input_ids", "prompt_lengths", "lengths", "uid", "sample", "row", "data_source")
 DTYPES = {name: torch.float32 for name in Batch.__dataclass_fields__}
 DTYPES.update(dict.fromkeys(INTEGERS, torch.int64), policy_version=torch.int32, response_mask=torch.bool, truncated=torch.bool)
+EQUAL_TERMS_LENGTH = 6 * 4096  # tokens; of a model of width 4096: one constant, so that a plan depends on lengths alone
 PER_ROW = ("prompt_lengths", "lengths", "uid", "sample", "row", "data_source", "truncated", "temperature", "rewards")
 
 
@@ -102,16 +105,56 @@ def pad_to(tensor: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) if tensor.shape[1] < width else tensor
 
 
-def plan_balance(groups: list[tuple[int, int]], num_replicas: int) -> list[list[int]]:
-    """Which groups each replica holds: whole groups, balanced by tokens. Pure, and blind to where they are now.
+def row_cost(length: int) -> int:
+    """What a row of `length` tokens costs to train, in FLOPs up to a factor: n (E + n), exact in integers.
 
-    `groups`: (uid, tokens) of every group of the batch, in any order. Greedy, longest first (LPT, Graham 1969)."""
-    loads, plan = [0] * num_replicas, [[] for _ in range(num_replicas)]
-    for uid, tokens in sorted(groups, key=lambda g: (-g[1], g[0])):
-        to = min(range(num_replicas), key=lambda r: (loads[r], len(plan[r]), r))
-        loads[to] += tokens
+    A layer of width h spends 24 n h^2 FLOPs in its matrices (attention's four, and an MLP of 4h) and 4 n^2 h in the products
+    of queries, keys and values (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, appendix). They are equal at
+    n = E = 6h, so the cost is in proportion to n (1 + n / E): tokens where rows are short, squares where they are long."""
+    return length * (EQUAL_TERMS_LENGTH + length)
+
+
+def plan_balance(groups: list[tuple[int, int]], num_replicas: int) -> list[list[int]]:
+    """Which groups each replica holds: whole groups, balanced by cost. Pure, and blind to where they are now.
+
+    `groups`: (uid, cost) of every group of the batch, in any order. Greedy, costliest first (LPT, Graham 1969); a heap of
+    the replicas makes it O(groups x log replicas)."""
+    heap = [(0, 0, replica) for replica in range(num_replicas)]  # (load, groups, replica): ascending, so already a heap
+    plan: list[list[int]] = [[] for _ in range(num_replicas)]
+    for uid, cost in sorted(groups, key=lambda g: (-g[1], g[0])):
+        load, count, to = heap[0]
+        heapreplace(heap, (load + cost, count + 1, to))
         plan[to].append(uid)
     return [sorted(uids) for uids in plan]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Rows that one rank sends to another, or keeps where both are the same. Ranks are indices in the bridge."""
+
+    source: int
+    target: int
+    rows: tuple[int, ...]  # indices in the source's shard, ascending
+
+
+def plan_routes(held: Sequence[Sequence[int]], plan: list[list[int]], lanes: list[list[int]], me: int) -> list[Route]:
+    """The routes from or to rank `me`, in one order on all ranks: by replica, source, lane. Pure.
+
+    `held`: the uid of every row that each rank of the bridge holds. `plan`: the uids that each replica of the destination
+    shall hold; `lanes`: its ranks. O(rows + replicas), since each rank lists its own routes only."""
+    replica_of = {uid: replica for replica, uids in enumerate(plan) for uid in uids}
+    mine = next((replica for replica, ranks in enumerate(lanes) if me in ranks), None)
+    rows: dict[tuple[int, int], list[int]] = {}  # (replica, source) -> rows
+    for source, uids in enumerate(held):
+        for row, uid in enumerate(uids):
+            if source == me or replica_of[uid] == mine:
+                rows.setdefault((replica_of[uid], source), []).append(row)
+    return [
+        Route(source, target, tuple(chosen))
+        for (replica, source), chosen in sorted(rows.items())
+        for target in lanes[replica]
+        if me in (source, target)
+    ]
 
 
 def plan_micro_batches(

@@ -7,7 +7,7 @@ that differs is named at once; without it, its tail is shown when a collective f
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -91,11 +91,16 @@ def all_gather_even(tensor: Tensor, group: Group, name: str) -> list[Tensor]:
     return out
 
 
-def broadcast(tensor: Tensor, source: int, group: Group, name: str) -> Tensor:
-    """Collective, in place: the tensor of rank `source` of the group."""
+def start_broadcasts(tensors: Sequence[Tensor], source: int, group: Group, name: str) -> Callable[[], None]:
+    """Collective, in place: the tensors of rank `source` of the group. They are there once what is returned was called."""
     with recorded(name, group):
-        dist.broadcast(tensor, group=group, group_src=source)
-    return tensor
+        works = [dist.broadcast(tensor, group=group, group_src=source, async_op=True) for tensor in tensors]
+
+    def arrived() -> None:
+        while works:
+            works.pop().wait()
+
+    return arrived
 
 
 def broadcast_object(value, source: int, group: Group, name: str):

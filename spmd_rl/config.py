@@ -41,6 +41,7 @@ CORRECTIONS = ("auto", "off", "token-truncate", "token-mask", "sequence-truncate
 SCHEDULES = ("constant", "linear", "cosine")
 DTYPES = ("float32", "bfloat16")
 AGREEMENT = {"float32": 1e-3, "bfloat16": 0.15}  # nats: mean |log-prob difference| allowed between two ways to compute it
+MAX_ERROR = 0.2  # of Ziegler et al. 2019: how far off its target the controller of the KL coefficient sees
 ROLES = ("actor", "rollout", "ref", "critic")
 
 
@@ -154,8 +155,11 @@ class AlgorithmConfig:
     dual_clip: float | None = None
     aggregation: str = "token-mean"
     aggregation_length: int | None = None  # the constant of seq-mean-token-sum-norm
-    kl_coef: float = 0.0
-    kl_type: str = "k3"
+    kl_coef: float = 0.0  # of the KL to the reference; with kl_target its first value
+    kl_type: str = "auto"  # k1 | k2 | k3; auto: k3 in the loss, k1 in the reward
+    kl_in_reward: bool = False  # the KL is subtracted from each token's reward, instead of added to the loss
+    kl_target: float | None = None  # nats a sample to which kl_coef is steered; None: it stays as it is
+    kl_horizon: float = 10000.0  # samples over which it follows: each changes it by at most 0.2 / kl_horizon of itself
     entropy_coef: float = 0.0
     entropy_metric: bool = False
     value_clip: float | None = 0.2
@@ -179,7 +183,8 @@ class EnvironmentConfig:
 
 @dataclass
 class CriticConfig:
-    path: str | None = None  # None: the actor's base model
+    path: str | None = None  # as model.path; None: the actor's base model
+    warmup_steps: int = 0  # of the trainer, the first ones: only the critic trains
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 

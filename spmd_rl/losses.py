@@ -18,9 +18,8 @@ from torch.nn import functional as F
 
 from spmd_rl.batch import Batch, TokenOutput
 from spmd_rl.config import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, AlgorithmConfig, closest, resolve
+from spmd_rl.kl import MAX_EXPONENT, kl_estimate, kl_kind
 from spmd_rl.metrics import Max, Mean, Stats, Sum
-
-MAX_EXPONENT = 20.0  # exp(20) = 4.9e8: beyond it a ratio carries no information, only overflow
 
 
 def ppo_loss(
@@ -33,12 +32,13 @@ def ppo_loss(
 ) -> tuple[Tensor, Stats]:
     """Policy term, plus `kl_coef` times the KL to the reference, minus `entropy_coef` times the entropy.
 
-    `kl_coef` overrides `config.kl_coef` (an adaptive coefficient). Without `data.old_log_probs` the batch is trained
-    once and the old log-probs are the detached new ones. `config.rollout_correction` multiplies the policy term alone by
-    `correction_weights`. `version` names the weights that the old log-probs are of: only tokens sampled by them count in
-    how far rollout and trainer differ; None: every token. Returns a 0-d sum, connected to the graph also for 0 rows.
+    `kl_coef` overrides `config.kl_coef` (an adaptive coefficient); with `config.kl_in_reward` it is 0 here. Without
+    `data.old_log_probs` the batch is trained once and the old log-probs are the detached new ones. `config.rollout_correction`
+    multiplies the policy term alone by `correction_weights`. `version` names the weights that the old log-probs are of:
+    only tokens sampled by them count in how far rollout and trainer differ; None: every token. Returns a 0-d sum,
+    connected to the graph also for 0 rows.
     Raises ValueError where a field that the config needs is absent."""
-    kl_coef = config.kl_coef if kl_coef is None else kl_coef
+    kl_coef = 0.0 if config.kl_in_reward else config.kl_coef if kl_coef is None else kl_coef
     mask = data.response_mask
     new = _need(model_output.log_probs, "log_probs", "ask the engine for log-probs")
     weights = _need(data.token_weights, "token_weights", "call token_weights before the loss")
@@ -58,7 +58,7 @@ def ppo_loss(
     if kl_coef != 0:
         _need(data.ref_log_probs, "ref_log_probs", "compute them with the ref role, or set algorithm.kl_coef=0")
     if data.ref_log_probs is not None:
-        kl = kl_estimate(torch.where(mask, new - data.ref_log_probs, 0.0), config.kl_type)
+        kl = kl_estimate(torch.where(mask, new - data.ref_log_probs, 0.0), kl_kind(config, "k3"))
         stats["actor/kl_ref"] = _mean(kl, mask)
         if kl_coef != 0:
             token_loss = token_loss + kl_coef * kl
@@ -163,21 +163,6 @@ def correction_weights(config: AlgorithmConfig, log_ratio: Tensor, mask: Tensor)
     bound = math.log(cap)
     cut = chosen.abs() > bound if action == "mask" else chosen > bound
     return torch.where(cut, -math.inf if action == "mask" else bound, chosen).exp(), cut
-
-
-def kl_estimate(d: Tensor, kind: str) -> Tensor:
-    """Per-token estimate of KL(p || q) from samples of p; `d = log p - log q`, any shape, nats.
-
-    k1 `d`, k2 `d^2 / 2`, k3 `exp(-d) - 1 + d`: http://joschu.net/blog/kl-approx.html. k3 is constant (gradient 0) below
-    d = -20. Raises ValueError for another kind."""
-    if kind == "k1":
-        return d
-    if kind == "k2":
-        return d.square() / 2
-    if kind == "k3":
-        d = d.clamp(min=-MAX_EXPONENT)
-        return torch.expm1(-d) + d
-    raise ValueError(f"algorithm.kl_type: unknown '{kind}' - set k1, k2 or k3")
 
 
 def denominators(mask: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from spmd_rl.config import ConfigError, TimeoutConfig
 from spmd_rl.launch import Launch
-from spmd_rl.validation import placement_problems
+from spmd_rl.placement import Ranks, compact, placement_problems
 
-Ranks = tuple[int, ...]
+EAGER_RANKS = 256  # a gloo group connects each pair at once: in larger worlds a rank would run out of file descriptors
 
 
 class Role(NamedTuple):
@@ -98,8 +98,10 @@ def split_world(roles: Mapping[str, Role], launch: Launch, store: dist.Store, de
     """Collective over every rank of the job. Makes the world, its cells and bridges, then re-roots to this rank's cell.
 
     `device`: cpu or cuda. Raises ConfigError, before any group exists, when a rank has no role, when two roles share
-    some but not all of their ranks, or when replicas do not divide a role's ranks."""
-    problems = placement_problems({name: role.ranks for name, role in roles.items()}, launch.world_size)
+    some but not all of their ranks, when a cell cuts a node, or when replicas do not divide a role's ranks. A rank makes the
+    groups of every cell and bridge (a function of the number of cells alone), and of the axes only its own."""
+    placement = {name: role.ranks for name, role in roles.items()}
+    problems = placement_problems(placement, launch.world_size, launch.local_world_size)
     problems += [
         f"placement.{name}: {role.num_replicas} replicas do not divide its {len(role.ranks)} ranks"
         for name, role in roles.items()
@@ -108,6 +110,8 @@ def split_world(roles: Mapping[str, Role], launch: Launch, store: dist.Store, de
     if problems:
         raise ConfigError("\n".join(problems))
     collective, phase = timedelta(seconds=timeouts.collective), timedelta(seconds=timeouts.phase)
+    if launch.world_size > EAGER_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world_size, timeout=phase)
     control = dist.group.WORLD
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -162,21 +166,39 @@ def _reroot(group: dist.ProcessGroup, index: int, cell: Ranks, launch: Launch) -
 
 
 def _axis_groups(role: Role, rank: int, backend: str, timeout: timedelta) -> tuple:
-    """(data group, lane group) of this rank, made inside the cell; (None, None) outside the role."""
+    """(data group, lane group) of this rank, made inside the cell; (None, None) outside the role.
+
+    Only its members make a group, so that a rank makes two at most, however many replicas there are. torch derives such a
+    group's name from its ranks and from how many groups this rank is in, which is alike on all ranks of a cell."""
     if rank not in role.ranks:
         return None, None
-    width = len(role.ranks) // role.num_replicas
-    cell = sorted(role.ranks)
-    replicas = [[cell.index(r) for r in role.ranks[i : i + width]] for i in range(0, len(cell), width)]
-    mine = cell.index(rank)
-    data = lanes = dist.group.WORLD
-    if width > 1:
-        made = {tuple(axis): dist.new_group(list(axis), backend=backend, timeout=timeout) for axis in zip(*replicas)}
-        data = next(group for axis, group in made.items() if mine in axis)
+    width, cell = len(role.ranks) // role.num_replicas, sorted(role.ranks)
+    replica, lane = divmod(role.ranks.index(rank), width)
+
+    def axis(ranks: Ranks) -> dist.ProcessGroup:
+        inside = [cell.index(r) for r in ranks]
+        return dist.new_group(inside, backend=backend, timeout=timeout, use_local_synchronization=True)
+
+    data = axis(role.ranks[lane::width]) if width > 1 else dist.group.WORLD
+    lanes = dist.group.WORLD
     if role.num_replicas > 1:
-        made = {tuple(axis): dist.new_group(axis, backend=backend, timeout=timeout) for axis in replicas} if width > 1 else {}
-        lanes = next((group for axis, group in made.items() if mine in axis), None)
+        lanes = axis(role.ranks[replica * width : (replica + 1) * width]) if width > 1 else None
     return data, lanes
+
+
+def describe(meshes: Mapping[str, RoleMesh], hosts: list[str]) -> list[str]:
+    """The map rank -> host -> roles, a line a host, then a line a role. `hosts`: the host of every rank of the world."""
+    cells: dict[Ranks, list[str]] = {}
+    for name, mesh in meshes.items():
+        cells.setdefault(tuple(sorted(mesh.ranks)), []).append(name)
+    lines = []
+    for host in dict.fromkeys(hosts):
+        here = {rank for rank, other in enumerate(hosts) if other == host}
+        parts = [f"ranks {compact(shared)} {', '.join(names)}" for ranks, names in cells.items() if (shared := here & {*ranks})]
+        lines.append(f"{host}: {'; '.join(parts)}")
+    for name, mesh in meshes.items():
+        lines.append(f"{name}: ranks {compact(mesh.ranks)} as {mesh.num_replicas} replicas of {mesh.width}")
+    return lines
 
 
 def close_world(world: World) -> None:

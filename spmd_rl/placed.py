@@ -12,8 +12,21 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from spmd_rl.batch import DTYPES, PER_ROW, Batch, Prompts, fields_of, make_batch, pad_to, pick_mini_batch, plan_balance, sort_rows
-from spmd_rl.collectives import all_max, broadcast, broadcast_object, exchange, gather_rows
+from spmd_rl.batch import (
+    DTYPES,
+    PER_ROW,
+    Batch,
+    Prompts,
+    fields_of,
+    make_batch,
+    pad_to,
+    pick_mini_batch,
+    plan_balance,
+    plan_routes,
+    row_cost,
+    sort_rows,
+)
+from spmd_rl.collectives import all_max, broadcast_object, exchange, gather_rows, start_broadcasts
 from spmd_rl.mesh import Bridge, RoleMesh
 
 T = TypeVar("T")
@@ -37,7 +50,7 @@ class Placed(Generic[T]):
         return Placed(self.mesh, function(self.local) if self.mesh.here else None)
 
     def to(self: Placed[Batch], mesh: RoleMesh) -> Placed[Batch]:
-        """Collective over source and destination, no one else: whole groups, balanced by tokens over `mesh`'s replicas.
+        """Collective over source and destination, no one else: whole groups, balanced by `row_cost` over `mesh`'s replicas.
 
         The plan does not depend on where rows are now: a second move to the same layout sends nothing."""
         if not self.mesh.here and not mesh.here:
@@ -86,27 +99,24 @@ def _move(placed: Placed[Batch], mesh: RoleMesh) -> Batch | None:
     names, width = _agree_schema(local if holds else None, bridge)
     named = torch.stack([local.uid, local.lengths], 1) if holds else torch.zeros(0, 2, dtype=torch.int64)
     held = [rows.tolist() for rows in gather_rows(named, bridge.control, "move.rows")]  # by index in the bridge
-    tokens: Counter[int] = Counter()
+    costs: Counter[int] = Counter()
     for uid, length in (row for rows in held for row in rows):
-        tokens[uid] += length
-    plan = [set(uids) for uids in plan_balance(list(tokens.items()), mesh.num_replicas)]
-    if source == mesh and all({u for u, _ in held[index[mesh.rank_of(i)]]} == uids for i, uids in enumerate(plan)):
+        costs[uid] += row_cost(length)
+    plan = plan_balance(list(costs.items()), mesh.num_replicas)
+    if source == mesh and all({u for u, _ in held[index[mesh.rank_of(i)]]} == {*uids} for i, uids in enumerate(plan)):
         return sort_rows(local)
+    lanes = [[index[mesh.rank_of(replica, lane)] for lane in range(mesh.width)] for replica in range(mesh.num_replicas)]
     sends, receives, parts = [], [], []
-    for replica, wanted in enumerate(plan):
-        for owner, rows in enumerate(held):
-            chosen = [i for i, (uid, _) in enumerate(rows) if uid in wanted]
-            for peer in (index[mesh.rank_of(replica, lane)] for lane in range(mesh.width)) if chosen else ():
-                if owner == me:
-                    buffer = _encode(local[torch.tensor(chosen)], names, width)
-                elif peer == me:
-                    buffer = torch.empty(len(chosen) * _row_bytes(names, width), dtype=torch.uint8)
-                else:
-                    continue
-                if peer == me:
-                    parts.append(_Part(buffer, len(chosen)))
-                if owner != peer:
-                    (sends if owner == me else receives).append((peer if owner == me else owner, buffer))
+    for route in plan_routes([[uid for uid, _ in rows] for rows in held], plan, lanes, me):
+        if route.source == me:
+            buffer = _encode(local[torch.tensor(route.rows)], names, width)
+        else:
+            buffer = torch.empty(len(route.rows) * _row_bytes(names, width), dtype=torch.uint8)
+            receives.append((route.source, buffer))
+        if route.target == me:
+            parts.append(_Part(buffer, len(route.rows)))
+        else:
+            sends.append((route.target, buffer))
     traffic["batch"] += sum(buffer.numel() for _, buffer in sends)
     exchange(sends, receives, bridge.control, "move.payload")
     if not mesh.here:
@@ -169,40 +179,46 @@ class WeightStream:
     named: Iterable[tuple[str, Tensor]] | None
     expected: Callable[[], list[list[float]]] = list
 
-    def to(self, mesh: RoleMesh) -> WeightStream:
+    def to(self, mesh: RoleMesh, dtype: torch.dtype | None = None) -> WeightStream:
         """Local now, collective over source and destination when consumed. Within one cell it is handed over in place.
 
-        Across cells the ranks of the source take turns as senders of a bucket, so that no single link is the limit."""
+        Across cells the ranks of the source take turns as senders of a bucket, so that no single link is the limit; what
+        travels is cast to `dtype`, the one that the receiver keeps."""
         if {*self.mesh.ranks} == {*mesh.ranks}:
             return WeightStream(mesh, self.named, self.expected)
         if not self.mesh.here and not mesh.here:
             return WeightStream(mesh, None)
-        return WeightStream(mesh, _send_buckets(self, mesh), partial(_send_expected, self, mesh))
+        return WeightStream(mesh, _send_buckets(self, mesh, dtype), partial(_send_expected, self, mesh))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.named or ()
 
 
-def _send_buckets(stream: WeightStream, mesh: RoleMesh) -> Iterator[tuple[str, Tensor]]:
+def _send_buckets(stream: WeightStream, mesh: RoleMesh, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """At most two buckets exist: on the host the next one is gathered while this one is on its way. On CUDA two
+    communicators in flight on one device may hang (NVIDIA/nccl#195), so there it is gathered afterwards."""
     bridge = mesh.bridge(stream.mesh)
     senders = [bridge.ranks.index(rank) for rank in stream.mesh.ranks]
-    buckets = _buckets(stream) if stream.mesh.here else None
+    buckets = _buckets(stream, dtype) if stream.mesh.here else iter(())
+    bucket = next(buckets, None)
     for turn in count():
         sender = senders[turn % len(senders)]
-        bucket = next(buckets, None) if buckets is not None else None
         sends = bridge.ranks[sender] == mesh.world_rank
         header = [(name, tuple(t.shape), t.dtype, digest(t) if sends else 0) for name, t in bucket] if bucket else None
         header = broadcast_object(header, sender, bridge.control, "weights.header")
         if header is None:
             return
-        received = []
-        for i, (name, shape, dtype, checksum) in enumerate(header):
-            tensor = bucket[i][1].contiguous() if bucket else torch.empty(shape, dtype=dtype, device=mesh.device)
-            received.append((name, broadcast(tensor, sender, bridge.payload, f"weights[{name}]")))
-            if mesh.here and digest(tensor) != checksum:
+        tensors = [t for _, t in bucket or ()] or [torch.empty(shape, dtype=t, device=mesh.device) for _, shape, t, _ in header]
+        arrived = start_broadcasts(tensors, sender, bridge.payload, f"weights[{header[0][0]}...]")
+        if mesh.device.type == "cuda":
+            arrived()
+        bucket = next(buckets, None)
+        arrived()
+        traffic["weights"] += sum(t.nbytes for t in tensors) if sends else 0
+        for tensor, (name, _, _, checksum) in zip(tensors if mesh.here else (), header):
+            if digest(tensor) != checksum:
                 raise RuntimeError(f"weights: {name} is not what rank {bridge.ranks[sender]} sent (checksums differ)")
-        traffic["weights"] += sum(t.nbytes for _, t in received) if sends else 0
-        yield from received if mesh.here else ()
+            yield name, tensor
 
 
 def _send_expected(stream: WeightStream, mesh: RoleMesh) -> list[list[float]]:
@@ -211,11 +227,11 @@ def _send_expected(stream: WeightStream, mesh: RoleMesh) -> list[list[float]]:
     return broadcast_object(found, bridge.ranks.index(stream.mesh.ranks[0]), bridge.control, "weights.expected")
 
 
-def _buckets(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+def _buckets(stream: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[list[tuple[str, Tensor]]]:
     bucket, size = [], 0
     for name, tensor in stream:
-        bucket.append((name, tensor))
-        size += tensor.nbytes
+        bucket.append((name, tensor.to(dtype or tensor.dtype).contiguous()))
+        size += bucket[-1][1].nbytes
         if size >= BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import socket
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -30,13 +31,14 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from spmd_rl.batch import Sampling
-from spmd_rl.collectives import compare_ledgers
+from spmd_rl.collectives import compare_ledgers, gather_objects
 from spmd_rl.config import Config, ConfigError, TimeoutConfig, TrainerConfig
 from spmd_rl.data import PromptSource, chat_tokens, observation_tokens
 from spmd_rl.launch import AbortWatch, Launch, detect_launch
-from spmd_rl.mesh import Role, World, close_world, open_store, split_world
+from spmd_rl.mesh import Role, World, close_world, describe, open_store, split_world
 from spmd_rl.metrics import make_writers
 from spmd_rl.models import check_torchvision, resolve_model
+from spmd_rl.placement import parse_placement
 from spmd_rl.rewards import RewardPool
 from spmd_rl.rewards import problems as reward_problems
 from spmd_rl.roles.actor_rollout_ref import ActorRolloutRefWorker
@@ -44,7 +46,7 @@ from spmd_rl.roles.dialogue import EnvironmentDialogue
 from spmd_rl.roles.generation import RolloutModel
 from spmd_rl.scoring import Scorer
 from spmd_rl.trainer import RLTrainer
-from spmd_rl.validation import parse_placement, replica_width, typed, unknown, validate
+from spmd_rl.validation import replica_width, typed, unknown, validate
 
 FREE_FORM = ("reward.functions", "reward.kwargs", "data.train_kwargs", "data.val_kwargs", "data.chat_template_kwargs")
 CONFIG_ERROR = 2  # exit code, and `code` in the run's status.json
@@ -161,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         show(args, config, launch)
         return 0
     run_dir = Path(config.trainer.run_dir)
-    problems += validate(config, launch.world_size)
+    problems += validate(config, launch.world_size, launch.local_world_size)
     if message := check_torchvision():
         problems.append(message)
     try:
@@ -292,7 +294,7 @@ def job(config: Config, launch: Launch, store: Any, run_dir: Path) -> int:
         problem = str(error)
     if problems := shared_problems(problem, launch, store):
         return refuse(run_dir, launch, problems)
-    placement, _ = parse_placement(config, launch.world_size)
+    placement, _ = parse_placement(config, launch.world_size, launch.local_world_size)
     roles = {name: Role(ranks, len(ranks) // replica_width(config, name)) for name, ranks in placement.items()}
     world = split_world(roles, launch, store, config.trainer.device, config.timeouts)
     try:
@@ -325,8 +327,7 @@ def shared_problems(problem: str | None, launch: Launch, store: Any) -> list[str
 def fit(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Path) -> int:
     """Collective over the world: makes the roles and trains; the number of steps done."""
     compare_ledgers(config.debug.ledger)
-    if launch.rank == 0:
-        introduce(config, launch, world, parts, run_dir)
+    introduce(config, launch, world, parts, run_dir)
     roles = ActorRolloutRefWorker(config, world, parts.model, parts.dialogue(config, world))
     pool, decode = RewardPool(config.reward), parts.decode
     rollout = config.rollout
@@ -368,12 +369,15 @@ def cpu_has_bf16() -> bool:
 
 
 def introduce(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Path) -> None:
-    """What starts where, printed once."""
+    """Collective over the world: what starts where, printed once."""
+    hosts = gather_objects(socket.gethostname(), world.control, "hosts")
+    if launch.rank:
+        return
     print(f"[spmd_rl] {launch}; {config.trainer.device}, {config.engine.backend} in {config.engine.dtype}; run folder {run_dir}")
     if config.trainer.device == "cpu" and "bfloat16" in (config.engine.dtype, config.rollout.dtype) and not cpu_has_bf16():
         print("[spmd_rl] this CPU has no bfloat16 instructions: float32 is several times faster here (engine.dtype=float32)")
-    for name, mesh in world.meshes.items():
-        print(f"[spmd_rl] {name}: ranks {list(mesh.ranks)} as {mesh.num_replicas} replicas of {mesh.width}")
+    for line in describe(world.meshes, hosts):
+        print(f"[spmd_rl] {line}")
     for source in filter(None, (parts.train, parts.val)):
         print(f"[spmd_rl] {source.describe()}")
     print(f"[spmd_rl] reward: {' + '.join(f'{weight} x {name}' for name, weight in config.reward.functions.items())}")

@@ -8,14 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from spmd_rl.advantages import kl_stats, subtract_kl
 from spmd_rl.batch import Batch, Sampling
 from spmd_rl.checkpoint import export_hf, find_resume, load_samples, save_samples, save_step
 from spmd_rl.collectives import agree, barrier, gather_objects, reduce_stats
 from spmd_rl.config import ADVANTAGES, Config, ConfigError, resolve
 from spmd_rl.data import PromptSource
+from spmd_rl.kl import adapt_kl_coef
 from spmd_rl.losses import ppo_loss, value_loss
 from spmd_rl.mesh import World
-from spmd_rl.metrics import Mean, Phases, Stats, Sum, Writer, add_stats
+from spmd_rl.metrics import Max, Mean, Phases, Stats, Sum, Writer, add_stats
 from spmd_rl.placed import Placed, shard_prompts, traffic
 from spmd_rl.roles.actor_rollout_ref import ActorRolloutRefWorker
 from spmd_rl.scoring import Scorer
@@ -58,10 +60,13 @@ class RLTrainer:
         algorithm = config.algorithm
         self.advantage = partial(resolve(algorithm.advantage, ADVANTAGES), algorithm, all_sum=self.actor.all_sum)
         self.policy_loss, self.value_loss = partial(ppo_loss, algorithm), partial(value_loss, algorithm)
-        self.keep = has_advantage if algorithm.kl_coef == algorithm.entropy_coef == 0 else None
+        kl_in_loss = algorithm.kl_coef != 0 and not algorithm.kl_in_reward
+        self.keep = None if kl_in_loss or algorithm.entropy_coef != 0 else has_advantage
+        self.kl_coef = algorithm.kl_coef
         limit = config.rollout.max_logprob_diff
         self.limits = {"rollout/logprob_diff_max": limit} if limit else None
-        self.trained_once = algorithm.epochs == algorithm.num_mini_batches == 1
+        trained_once = algorithm.epochs == algorithm.num_mini_batches == 1  # then the loss knows the old log-probs itself
+        self.infers_old = not trained_once or algorithm.kl_in_reward or algorithm.kl_target is not None
         self.inflight: Sampled | None = None  # the next step's samples, drawn while this step trains
 
     def fit(self, open_writers: Callable[[int], list[Writer]]) -> int:
@@ -79,7 +84,8 @@ class RLTrainer:
             stats, shown = self.train_step(step)
             if self._due(step + 1) and not config.lookahead or step + 1 == config.total_steps:
                 stats = add_stats(stats, self.evaluate(step + 1))
-            self.log(step + 1, stats, shown)
+            values = self.log(step + 1, stats, shown)
+            self.kl_coef = self.next_kl_coef(step, values)
             stop = agree(self.stopping, self.world.control, "stop")
             if config.save_every and (step + 1) % config.save_every == 0 or stop or step + 1 == config.total_steps:
                 self.save(step + 1)
@@ -109,19 +115,24 @@ class RLTrainer:
             if self.ref:
                 batch = self.ref.infer_batch(batch.to(self.ref.mesh)).to(actor.mesh)
             if self.critic:
+                stats = add_stats(stats, {"critic/warmup_steps": Max(float(self._warms_up(step)))})
                 batch = self.critic.infer_batch(batch.to(self.critic.mesh)).to(actor.mesh)
-            if not self.trained_once:
+            if self.infers_old:
                 batch = actor.infer_batch(batch)
         with phases("advantage"):
+            if self.ref:
+                stats = add_stats(stats, batch.map(partial(kl_stats, config, self.kl_coef)).local or {})
+                batch = batch.map(partial(subtract_kl, config, self.kl_coef))
             batch = batch.map(self.advantage)
-        policy_loss = partial(self.policy_loss, version=step)
+        policy_loss = partial(self.policy_loss, version=step, kl_coef=self.kl_coef)
         with phases("train"):
             for mini in batch.mini_batches(config.epochs, config.num_mini_batches, f"{self.config.trainer.seed}/{step}"):
                 if self.critic:
                     stats = add_stats(stats, self.critic.train_batch(mini.to(self.critic.mesh), self.value_loss))
-                stats = add_stats(stats, actor.train_batch(mini, policy_loss, self.keep, self.limits))
+                if not self._warms_up(step):
+                    stats = add_stats(stats, actor.train_batch(mini, policy_loss, self.keep, self.limits))
         with phases("weights"):
-            self.rollout.update_weights(actor.weights().to(self.rollout.mesh), version=step + 1)
+            self.rollout.update_weights(actor.weights().to(self.rollout.mesh, self.rollout.dtype), version=step + 1)
         return stats, samples.shown
 
     def sample(self, step: int) -> Sampled:
@@ -148,7 +159,14 @@ class RLTrainer:
             samples.score(scorer.bind(step, sampling.max_tokens, 0))
         return scorer.take()[0]
 
-    def log(self, step: int, stats: Stats, shown: list[dict]) -> None:
+    def next_kl_coef(self, step: int, values: dict[str, float]) -> float:
+        """Local: the KL coefficient after a step, from its reduced statistics, which are the same on every rank."""
+        if self.config.algorithm.kl_target is None or self._warms_up(step):
+            return self.kl_coef
+        scored = values["response/samples"] - values["reward/failed"]
+        return adapt_kl_coef(self.config.algorithm, self.kl_coef, values["actor/kl_sample"], scored)
+
+    def log(self, step: int, stats: Stats, shown: list[dict]) -> dict[str, float]:
         """Collective over the world: reduces the step's statistics once and writes them where there are writers."""
         stats = stats | {key: Mean(seconds, 1) for key, seconds in self.phases.step().items()}
         stats |= self.stage.step()
@@ -163,12 +181,14 @@ class RLTrainer:
         for writer in self.writers:
             writer.write(step, values)
             writer.samples(step, table[: self.config.trainer.sample_rows])
+        return values
 
     def save(self, step: int) -> None:
         """Collective over the world."""
         if self.config.trainer.keep:
             root = Path(self.config.trainer.run_dir) / "checkpoints"
             state = {"data": self.source.fingerprint, "seed": self.config.trainer.seed, "config": asdict(self.config)}
+            state["kl_coef"] = self.kl_coef
             save_step(self.world, root, step, self._save_roles, state, self.config.trainer.keep)
 
     def load(self) -> int:
@@ -185,11 +205,13 @@ class RLTrainer:
                         f"trainer.resume: {folder} has another {field} ({state[field]}, now {now}) - set trainer.resume=never"
                     )
             start = state["step"]
+            if self.config.algorithm.kl_target is not None:
+                self.kl_coef = state["kl_coef"]
             for role in self._stored():
                 role.load(folder)
             if self.config.trainer.lookahead and (folder / "inflight").exists():
                 self.inflight = Sampled(*load_samples(self.rollout.mesh, folder / "inflight"))
-        self.rollout.update_weights(self.actor.weights().to(self.rollout.mesh), version=start)
+        self.rollout.update_weights(self.actor.weights().to(self.rollout.mesh, self.rollout.dtype), version=start)
         return start
 
     def _save_roles(self, folder: Path) -> None:
@@ -202,6 +224,10 @@ class RLTrainer:
         """Whether the weights of `step` updates are to be validated."""
         every = self.config.trainer.eval_every
         return bool(every) and step > 0 and step % every == 0
+
+    def _warms_up(self, step: int) -> bool:
+        """Whether only the critic trains."""
+        return step < self.config.critic.warmup_steps
 
     def _stored(self) -> list:
         return [role for role in (self.actor, self.critic, self.rollout) if role]

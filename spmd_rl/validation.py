@@ -17,9 +17,9 @@ from spmd_rl.config import (
     AGGREGATIONS,
     CORRECTIONS,
     DTYPES,
+    MAX_ERROR,
     POLICY_LOSSES,
     REGISTRY,
-    ROLES,
     ROLLOUTS,
     SCHEDULES,
     AlgorithmConfig,
@@ -27,6 +27,8 @@ from spmd_rl.config import (
     closest,
     resolve,
 )
+from spmd_rl.placement import needed_roles as needed_roles
+from spmd_rl.placement import parse_placement, tensor_parallel_problems
 
 MISSING = "???"  # Hydra's mark of a value that the user must give
 
@@ -87,69 +89,14 @@ def unknown(path: str, value: Any, allowed: Iterable[str]) -> str:
     return f"{path}: '{value}' is unknown{closest(value, allowed)} - set one of {', '.join(allowed)}"
 
 
-def needed_roles(config: Config) -> list[str]:
-    """actor and rollout always; ref where a KL term asks for it; critic where advantages need values."""
-    needs = {"ref": config.algorithm.kl_coef != 0, "critic": config.algorithm.advantage == "gae"}
-    return [role for role in ROLES if needs.get(role, True)]
-
-
 def updates_per_step(algorithm: AlgorithmConfig) -> int:
     return algorithm.epochs * algorithm.num_mini_batches
 
 
-def parse_ranks(spec: str, world_size: int) -> tuple[int, ...]:
-    """`all`, `0-3`, `0,2,5` or mixtures `0-2,6`, as ascending ranks. Raises ValueError."""
-    if spec == "all":
-        return tuple(range(world_size))
-    ranks: list[int] = []
-    for part in str(spec).split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
-            raise ValueError(f"'{spec}' is no set of ranks - set 'all', a range '0-3', a list '0,2' or a role's name")
-        ranks += range(int(first), int(last or first) + 1)
-    return tuple(sorted(ranks))
-
-
-def parse_placement(config: Config, world_size: int) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """World ranks of every needed role, and what is wrong with `placement`."""
-    placement, problems = {}, []
-    for role in needed_roles(config):
-        spec, seen = vars(config.placement)[role], [role]
-        while spec in ROLES and spec not in seen:
-            seen.append(spec)
-            spec = vars(config.placement)[spec]
-        if spec in ROLES:
-            problems.append(
-                f"placement.{role}: {' -> '.join([*seen, spec])} names no ranks - set 'all', '0-3' or '0,2' for one of them"
-            )
-            continue
-        try:
-            placement[role] = parse_ranks(spec, world_size)
-        except ValueError as error:
-            problems.append(f"placement.{role}: {error}")
-    return placement, problems or placement_problems(placement, world_size)
-
-
-def placement_problems(placement: dict[str, tuple[int, ...]], world_size: int) -> list[str]:
-    """Every rank has a role; two roles share all of their ranks or none; ranks exist and are named once."""
-    problems = []
-    for role, ranks in placement.items():
-        if outside := [r for r in ranks if r >= world_size]:
-            problems.append(f"placement.{role}: ranks {outside} do not exist ({world_size} ranks) - set ranks below {world_size}")
-        if len(set(ranks)) < len(ranks) or not ranks:
-            problems.append(f"placement.{role}: {list(ranks)} is empty or names a rank twice - name each rank once")
-    names = list(placement)
-    for i, one in enumerate(names):
-        for other in names[i + 1 :]:
-            a, b = set(placement[one]), set(placement[other])
-            if a != b and a & b:
-                problems.append(
-                    f"placement.{one}, placement.{other}: {sorted(a)} and {sorted(b)} share ranks {sorted(a & b)} but not all - "
-                    f"give both the same ranks, or none in common"
-                )
-    if idle := set(range(world_size)) - {r for ranks in placement.values() for r in ranks}:
-        problems.append(f"placement: ranks {sorted(idle)} have no role ({world_size} ranks) - give each a role, or start fewer")
-    return problems
+def total_updates(config: Config, role: str) -> int:
+    """Optimizer steps of a role in the whole run; the actor makes none while the critic warms up."""
+    steps = config.trainer.total_steps - (config.critic.warmup_steps if role == "actor" else 0)
+    return steps * updates_per_step(config.algorithm)
 
 
 def _engine_module(backend: str) -> Any:
@@ -167,11 +114,11 @@ def replica_width(config: Config, role: str) -> int:
     return resolve(REGISTRY, {}).module(config.engine.backend).replica_width(config.engine)
 
 
-def validate(config: Config, world_size: int) -> list[str]:
+def validate(config: Config, world_size: int, local_world_size: int | None = None) -> list[str]:
     """Every problem of a resolved configuration, one line each: `field path: what is wrong (values) - what to set`.
 
-    Needs no process group and no model."""
-    placement, problems = parse_placement(config, world_size)
+    `local_world_size`: ranks of a node; None: the world is one node. Needs no process group and no model."""
+    placement, problems = parse_placement(config, world_size, local_world_size)
     if config.trainer.lookahead and placement.get("rollout") == placement.get("actor"):
         problems.append(
             "trainer.lookahead: 1 overlaps nothing where actor and rollout share their ranks - set 0, or placement=split"
@@ -183,7 +130,9 @@ def validate(config: Config, world_size: int) -> list[str]:
             if width < 1 or len(ranks) % width:
                 key = "rollout.tensor_parallel_size" if role == "rollout" else f"placement.{role}"
                 problems.append(f"{key}: {len(ranks)} ranks are no multiple of {width}, the ranks of a replica of {role}")
-            elif role != "rollout":
+            elif role == "rollout":
+                problems += tensor_parallel_problems(ranks, width, local_world_size or world_size)
+            else:
                 problems += [p for p in module.problems(config.engine, len(ranks)) if p not in problems]
         problems += _batch_problems(config, {role: len(r) // max(1, replica_width(config, role)) for role, r in placement.items()})
     for family, section in (("rewards", config.reward), ("environments", config.environment)):
@@ -240,7 +189,7 @@ def _value_problems(config: Config) -> list[str]:
                 if ":" in name or name in table
                 else unknown(path, name, [*table, "module:attribute"])
             )
-    return problems + _range_problems(config) + _pair_problems(config)
+    return problems + _range_problems(config) + _pair_problems(config) + _kl_problems(config) + _critic_problems(config)
 
 
 def _range_problems(config: Config) -> list[str]:
@@ -254,7 +203,7 @@ def _range_problems(config: Config) -> list[str]:
         "optimizer.schedule": SCHEDULES,
         "critic.optimizer.schedule": SCHEDULES,
         "algorithm.aggregation": AGGREGATIONS,
-        "algorithm.kl_type": ("k1", "k2", "k3"),
+        "algorithm.kl_type": ("auto", "k1", "k2", "k3"),
         "algorithm.rollout_correction": CORRECTIONS[1:],
         "trainer.device": ("cpu", "cuda"),
         "logger.wandb_mode": ("offline", "online", "disabled"),
@@ -269,7 +218,8 @@ def _range_problems(config: Config) -> list[str]:
         0: "rollout.temperature rollout.min_response_tokens optimizer.warmup_steps optimizer.weight_decay "
         "optimizer.learning_rate optimizer.clip_grad_norm trainer.save_every trainer.eval_every trainer.keep trainer.seed "
         "trainer.sample_rows trainer.min_free_gb rollout.max_logprob_diff rollout.max_step_tokens rollout.max_step_seconds "
-        "algorithm.kl_coef algorithm.clip_ratio critic.optimizer.learning_rate",
+        "algorithm.kl_coef algorithm.clip_ratio algorithm.gamma algorithm.lam critic.warmup_steps critic.optimizer.warmup_steps "
+        "critic.optimizer.learning_rate critic.optimizer.weight_decay critic.optimizer.clip_grad_norm",
     }  # fmt: skip
     for least, paths in at_least.items():
         problems += [
@@ -292,11 +242,59 @@ def _pair_problems(config: Config) -> list[str]:
         problems.append("algorithm.aggregation_length: seq-mean-token-sum-norm divides by it - set a length in tokens")
     if config.trainer.lookahead not in (0, 1):
         problems.append(f"trainer.lookahead: {config.trainer.lookahead} - set 0, or 1")
-    if config.optimizer.total_steps is None and config.optimizer.warmup_steps > (
-        total := config.trainer.total_steps * updates_per_step(config.algorithm)
+    roles = {"actor": ("optimizer", config.optimizer), "critic": ("critic.optimizer", config.critic.optimizer)}
+    for path, optimizer, total in (
+        (*found, total_updates(config, role)) for role, found in roles.items() if role in needed_roles(config)
     ):
+        if optimizer.total_steps is None and optimizer.warmup_steps > max(0, total):
+            problems.append(f"{path}.warmup_steps: {optimizer.warmup_steps} is over the {total} updates of the run - lower it")
+    return problems
+
+
+def _kl_problems(config: Config) -> list[str]:
+    """KL settings that exclude each other or do nothing."""
+    algorithm, problems = config.algorithm, []
+    samples = config.data.prompts_per_step * config.rollout.n
+    if algorithm.kl_in_reward and algorithm.kl_coef == 0:
+        problems.append("algorithm.kl_in_reward: there is no KL to subtract (algorithm.kl_coef=0) - set a coefficient, or false")
+    if algorithm.kl_type == "k1" and algorithm.kl_coef > 0 and not algorithm.kl_in_reward:
         problems.append(
-            f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is over the {total} updates of the run - lower it"
+            "algorithm.kl_type: k1 in the loss has a gradient that is 0 on average - set k2 or k3, or algorithm.kl_in_reward=true"
+        )
+    if (target := algorithm.kl_target) is None:
+        return problems
+    if target <= 0:
+        problems.append(f"algorithm.kl_target: {target} nats a sample cannot be reached - set more than 0, or null")
+    if algorithm.kl_coef == 0:
+        problems.append("algorithm.kl_target: a coefficient of 0 stays 0 (algorithm.kl_coef=0) - set its first value")
+    if algorithm.kl_horizon <= MAX_ERROR * samples:
+        problems.append(
+            f"algorithm.kl_horizon: {algorithm.kl_horizon} lets a step of {samples} samples take the coefficient to 0 or below - "
+            f"set more than {MAX_ERROR * samples:g}, better {samples} or more"
+        )
+    return problems
+
+
+def _critic_problems(config: Config) -> list[str]:
+    """Settings of values and of the critic that cannot train, or that nobody reads."""
+    algorithm, critic, problems = config.algorithm, config.critic, []
+    for key, value in (("gamma", algorithm.gamma), ("lam", algorithm.lam)):
+        if value > 1:
+            problems.append(f"algorithm.{key}: {value} lets later rewards weigh more than near ones - set at most 1")
+    if algorithm.value_clip is not None and algorithm.value_clip <= 0:
+        problems.append(f"algorithm.value_clip: {algorithm.value_clip} keeps values where they are - set more than 0, or null")
+    if "critic" not in needed_roles(config):
+        unread = {"path": critic.path, "warmup_steps": critic.warmup_steps}
+        return problems + [
+            f"critic.{key}: {value}, but there is no critic (algorithm.advantage={algorithm.advantage}) - "
+            f"set algorithm=ppo, or leave it out"
+            for key, value in unread.items()
+            if value
+        ]
+    if critic.warmup_steps >= config.trainer.total_steps:
+        problems.append(
+            f"critic.warmup_steps: {critic.warmup_steps} of {config.trainer.total_steps} steps (trainer.total_steps) leave none in "
+            f"which the actor trains - lower it"
         )
     return problems
 

@@ -16,9 +16,10 @@ Sources = dict[str, str]
 
 LAYERS = [  # low to high: a module imports only from lower rows
     "config",
+    "placement",
     "models launch metrics validation workers",
     "mesh",
-    "collectives batch",
+    "collectives batch kl",
     "placed data rewards environments advantages losses",
     "scoring",
     "engine",
@@ -37,7 +38,7 @@ BACKENDS = {  # package -> the only module, or package of ours, that imports it
     "veomni": "engine.veomni",
     "wandb": "metrics",
 }
-TORCH_FREE = ["config", "validation", "launch", "workers", "rewards", "environments", "models", "engine.registry"]
+TORCH_FREE = ["config", "placement", "validation", "launch", "workers", "rewards", "environments", "models", "engine.registry"]
 TRAINERS = {"trainer", "sft"}
 LOCAL = {"rank", "here", "local", "lane", "replica"}
 COLLECTIVES = {

@@ -265,7 +265,10 @@ class EagerEngine(BaseEngine):
     def _state(self) -> dict:
         state = {"model": get_model_state_dict(self.module), "counters": torch.tensor([self.updates, self.nonfinite_steps])}
         if self.checkpoint_config.optimizer and self.optimizer:
+            fresh = not self.optimizer.state
             state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
+            for moments in self.optimizer.state.values() if fresh else ():
+                moments["step"].zero_()  # torch makes the state by a step without gradients, which must not count
         return state
 
     def _check_packing(self) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spmd_rl.config import Config
+from spmd_rl.config import Config, OptimizerConfig
 from spmd_rl.engine.base import EngineModel
 from spmd_rl.mesh import World
+from spmd_rl.models import resolve_model
 from spmd_rl.roles.generation import Dialogue, RolloutModel
 from spmd_rl.roles.server_adapter import ServerAdapter
 from spmd_rl.roles.stage import Stage
 from spmd_rl.roles.training_worker import TrainingWorker, TrainingWorkerConfig
-from spmd_rl.validation import updates_per_step
+from spmd_rl.validation import total_updates
 
 
 class ActorRolloutRefWorker:
@@ -25,10 +26,9 @@ class ActorRolloutRefWorker:
             "aggregation": algorithm.aggregation,
             "aggregation_length": algorithm.aggregation_length,
         }
-        total = config.trainer.total_steps * updates_per_step(algorithm)
 
-        def scheduled(optimizer):
-            return optimizer if optimizer.total_steps else replace(optimizer, total_steps=total)
+        def scheduled(optimizer: OptimizerConfig, role: str) -> OptimizerConfig:
+            return optimizer if optimizer.total_steps else replace(optimizer, total_steps=total_updates(config, role))
 
         def engine_model(folder: str, model_type: str = "language_model", trainable: bool = True) -> EngineModel:
             return EngineModel(folder, model_type, trainable, config.model.trust_remote_code)
@@ -37,7 +37,7 @@ class ActorRolloutRefWorker:
             TrainingWorkerConfig(
                 name="actor",
                 model=engine_model(model.folder),
-                optimizer=scheduled(config.optimizer),
+                optimizer=scheduled(config.optimizer, "actor"),
                 infer_field="old_log_probs",
                 probe=model.probe,
                 with_entropy=algorithm.entropy_coef != 0 or algorithm.entropy_metric,
@@ -61,8 +61,8 @@ class ActorRolloutRefWorker:
             self.critic_worker = TrainingWorker(
                 TrainingWorkerConfig(
                     name="critic",
-                    model=engine_model(config.critic.path or model.folder, "value_model"),
-                    optimizer=scheduled(config.critic.optimizer),
+                    model=engine_model(resolve_model(config.critic.path or model.folder), "value_model"),
+                    optimizer=scheduled(config.critic.optimizer, "critic"),
                     infer_field="values",
                     **common,
                 ),

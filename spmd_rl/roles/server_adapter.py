@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from spmd_rl.batch import Batch, Prompts, Sampling
@@ -60,6 +61,7 @@ class ServerAdapter:
         """`staged`: the actor trains on the same ranks, so the rollout leaves the device to it meanwhile."""
         self.config, self.model, self.mesh, self.version = rollout_config, model_config, mesh, 0
         self.tolerance = max(AGREEMENT[rollout_config.dtype], AGREEMENT[engine_dtype])
+        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[rollout_config.dtype]
         self.staged = staged
         self.limited = bool(rollout_config.max_step_tokens or rollout_config.max_step_seconds)
         self.drawn = 0  # prompt occurrences so far, where steps are limited

@@ -28,10 +28,18 @@ CLASSES = {  # name: (overrides, layouts that must give the same trajectory)
         (*EACH, "one_small"),
     ),
     "ppo_critic": (["algorithm=ppo", "critic.optimizer.learning_rate=1e-5"], EACH),
+    "ppo_kl_in_reward": (
+        [
+            *("algorithm=ppo", "critic.optimizer.learning_rate=1e-5", "algorithm.kl_coef=0.01", "algorithm.kl_in_reward=true"),
+            *("algorithm.kl_target=0.001", "algorithm.kl_horizon=100"),
+        ],
+        EACH,
+    ),
     "reinforce_pp_seq_sum": (["algorithm=reinforce_plus_plus", "algorithm.aggregation=seq-mean-token-sum"], EACH[:2]),
     "gspo_seq_mean": (["algorithm=gspo", "algorithm.num_mini_batches=2"], EACH[:2]),
     "dr_grpo_constant": (["algorithm=dr_grpo", "algorithm.aggregation_length=8"], EACH[:2]),
 }
+COMPUTED = {"rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "returns", "token_rewards"}
 OF_THE_LAYOUT = ("actor/micro_batches", "critic/micro_batches", "traffic/batch_bytes", "traffic/weights_bytes")
 
 
@@ -61,7 +69,7 @@ def test_the_same_trajectory(runs, name, layout):
     expected, run = runs[name, CLASSES[name][1][0]], runs[name, layout]
     check_rows(rows(run), rows(expected))
     check_metrics(metrics(run), metrics(expected))
-    for role in ("actor", "critic") if name == "ppo_critic" else ("actor",):
+    for role in ("actor", "critic") if name.startswith("ppo") else ("actor",):
         check_parameters(state(run, STEPS, role), state(expected, STEPS, role))
 
 
@@ -74,10 +82,12 @@ def check_rows(found, expected):
         differing = [row for row in want if not torch.equal(got[row]["input_ids"], want[row]["input_ids"])]
         assert len(differing) == 0, f"step {step}: samples {differing} have other tokens"
         for row, fields in want.items():
-            for field in ("response_mask", "prompt_lengths", "policy_version", "truncated", "rewards"):
+            for field in ("response_mask", "prompt_lengths", "policy_version", "truncated"):
                 assert torch.equal(got[row][field], fields[field]), (step, row, field)
+            exact = {} if "token_rewards" in fields else {"atol": 0, "rtol": 0}  # a KL in the reward is computed
+            torch.testing.assert_close(got[row]["rewards"], fields["rewards"], **({"atol": 1e-6, "rtol": 0} | exact))
             torch.testing.assert_close(got[row]["advantages"], fields["advantages"], atol=1e-6, rtol=1e-6)
-            for field in fields.keys() & {"rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "returns"}:
+            for field in fields.keys() & COMPUTED:
                 torch.testing.assert_close(got[row][field], fields[field], atol=1e-5, rtol=0, msg=f"{step} {row} {field}")
 
 

@@ -12,8 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from spmd_rl import checkpoint
+from spmd_rl.config import AlgorithmConfig
+from spmd_rl.kl import adapt_kl_coef
+from spmd_rl.models import resolve_model
 from spmd_rl.roles.training_worker import TrainingWorker
 from tests.forks import fork_ranks
 from tests.jobs import launch_jobs, metrics, rows, run_jobs, state
@@ -28,7 +32,18 @@ PPO = [
 ]
 # With so many stop ids groups end in any of three steps; without, all go on together and two steps of three train nothing
 KEPT = [*COMMON, "rollout.max_step_tokens=3", f"rollout.stop_token_ids={list(range(40, 70))}"]
-LOCKSTEP = [*COMMON, "rollout.max_step_tokens=3", "algorithm=ppo", "algorithm.kl_coef=0.1", "algorithm.num_mini_batches=2"]
+ADAPTIVE = ["algorithm=ppo", "algorithm.kl_coef=0.1", "algorithm.kl_in_reward=true", "algorithm.kl_target=0.01"]
+LOCKSTEP = [*COMMON, *ADAPTIVE, "rollout.max_step_tokens=3"]
+# The actor makes the eight updates of four steps, after two in which only the critic trains
+WARM = [
+    *COMMON,
+    *ADAPTIVE,
+    "algorithm.kl_horizon=100",
+    "critic.path=tiny",
+    "critic.warmup_steps=2",
+    "optimizer.schedule=linear",
+    "optimizer.total_steps=8",
+]
 INCOMPLETE = {"torn": "step_000006", "partial": "step_000006.partial", "killed": "step_000004.partial"}
 
 
@@ -244,9 +259,90 @@ def test_a_step_may_train_nothing(kept_runs):
     assert [row["actor/skipped_steps"] for row in told] == [row["critic/skipped_steps"] for row in told] == [1, 1, 0, 1]
     assert [row["rollout/kept_samples"] for row in told] == [16, 16, 0, 16]
     assert told[0]["reward/mean"] is None and told[2]["reward/mean"] is not None
+    assert [row["actor/kl_sample"] is None for row in told] == [True, True, False, True]
+    assert [row["actor/kl_coef"] for row in told[:3]] == [0.1] * 3 and told[3]["actor/kl_coef"] != 0.1
     versions = [f["policy_version"][f["prompt_lengths"] :].tolist() for f in rows(run)[2].values()]
     assert all(found == [0, 0, 0, 1, 1, 1, 2, 2][: len(found)] for found in versions)
     assert [0, 0, 0, 1, 1, 1, 2, 2] in versions
+
+
+@pytest.fixture(scope="module")
+def warm_runs(tmp_path_factory):
+    """Folder of PPO runs with a critic that warms up and a KL in the reward that is steered, saved in and after the warm-up."""
+    folder = tmp_path_factory.mktemp("warm")
+    warm = [*WARM, "trainer.keep=6"]
+    launch_jobs(
+        folder,
+        2,
+        {
+            "warm6": [*warm, SIX],
+            "unsaved6": [*warm, SIX, "trainer.save_every=6"],
+            "one": [*warm, "trainer.total_steps=3", "trainer.save_every=1"],
+            "four": [*warm, "trainer.total_steps=4"],
+        },
+    )
+    for step in (2, 3):  # what a run that ended after its first steps leaves
+        shutil.rmtree(folder / "one" / "checkpoints" / f"step_{step:06d}")
+    launch_jobs(folder, 2, {"one": [*warm, SIX], "four": [*warm, SIX]})
+    return folder
+
+
+@pytest.mark.spmd
+@pytest.mark.parametrize("name,first", [("one", 2), ("four", 5)])
+def test_kl_coefficient_and_warm_up_go_on_after_a_resume(warm_runs, name, first):
+    check_bitwise(warm_runs / name, warm_runs / "warm6", first, ("actor", "critic"))
+    assert kl_coefs(warm_runs / name) == kl_coefs(warm_runs / "warm6")
+
+
+def kl_coefs(run: Path) -> list[float]:
+    """The coefficient of the step after each checkpoint."""
+    return [json.loads((path / checkpoint.STATE).read_text())["kl_coef"] for path in sorted((run / "checkpoints").iterdir())]
+
+
+@pytest.mark.spmd
+def test_a_save_changes_nothing(warm_runs):
+    """Also one before the first update, when the optimizer has no state yet."""
+    run, whole = warm_runs / "unsaved6", warm_runs / "warm6"
+    assert metrics(run) == metrics(whole) and kept(run) == ["step_000006"]
+    for role in ("actor", "critic"):
+        check_states(state(run, 6, role), state(whole, 6, role))
+
+
+@pytest.mark.spmd
+def test_while_the_critic_warms_up_the_actor_stays_as_it_is(warm_runs):
+    run = warm_runs / "warm6"
+    told = metrics(run)
+    assert [row["critic/warmup_steps"] for row in told] == [1, 1, 0, 0, 0, 0]
+    assert ["actor/lr" in row for row in told] == [False, False, True, True, True, True]
+    assert [row["actor/lr"] for row in told[2:]] == pytest.approx([1e-3 * (15 - 4 * k) / 16 for k in range(4)])
+    first = load_file(f"{resolve_model('tiny')}/model.safetensors")
+    for step, moves in ((1, False), (2, False), (3, True)):
+        actor, critic = (state(run, step, role) for role in ("actor", "critic"))
+        assert actor["/counters"].tolist() == [2 * (step - 2) if moves else 0, 0] and critic["/counters"].tolist() == [2 * step, 0]
+        assert moves != all(torch.equal(actor[f"/model/lm.{name}"], value) for name, value in first.items())
+        assert critic["/model/value_head.weight"].abs().max() > 0
+    assert all(row["critic/grad_norm"] > 0 for row in told)
+
+
+@pytest.mark.spmd
+def test_the_coefficient_follows_the_kl_and_is_that_of_every_token(warm_runs):
+    run = warm_runs / "warm6"
+    told = metrics(run)
+    config = AlgorithmConfig(kl_target=0.01, kl_horizon=100)
+    expected = [0.1, 0.1, 0.1]  # it rests while the critic warms up
+    for row in told[2:]:
+        expected.append(adapt_kl_coef(config, expected[-1], row["actor/kl_sample"], 32))
+    assert [row["actor/kl_coef"] for row in told] == expected[:-1] and kl_coefs(run) == expected[1:]
+    assert len(set(expected)) == 5 and [abs(row["actor/kl_sample"]) < 1e-5 for row in told] == [True] * 3 + [False] * 3
+    for row, found in zip(told, rows(run), strict=True):
+        charged = 0.0
+        for fields in found.values():
+            mask = fields["response_mask"]
+            penalty = row["actor/kl_coef"] * (fields["old_log_probs"] - fields["ref_log_probs"])[mask]
+            torch.testing.assert_close(-penalty[:-1], fields["token_rewards"][mask][:-1], atol=1e-7, rtol=1e-5)
+            torch.testing.assert_close(fields["token_rewards"][mask].sum(), fields["rewards"], atol=1e-6, rtol=1e-6)
+            charged += float(penalty.sum())
+        assert row["reward/kl_penalty_mean"] == pytest.approx(charged / len(found), abs=1e-7)
 
 
 class Crash(BaseException):

@@ -7,7 +7,18 @@ import random
 import pytest
 import torch
 
-from spmd_rl.batch import Sampling, pick_mini_batch, plan_balance, plan_micro_batches, sample_seed, sort_rows
+from spmd_rl.batch import (
+    EQUAL_TERMS_LENGTH,
+    Route,
+    Sampling,
+    pick_mini_batch,
+    plan_balance,
+    plan_micro_batches,
+    plan_routes,
+    row_cost,
+    sample_seed,
+    sort_rows,
+)
 from tests.helpers import make_rows
 
 
@@ -88,6 +99,58 @@ def test_balance_is_blind_to_order_and_to_where_groups_are():
     loads = [sum((uid * 37) % 100 + 1 for uid in part) for part in plan]
     assert max(loads) - min(loads) <= 100
     assert plan_balance([(3, 10)], 3) == [[3], [], []]
+
+
+def test_balance_deals_the_costliest_to_the_least_loaded():
+    """The heap's choice is the least (load, groups, replica), as a search over all replicas would find it."""
+    draw = random.Random(2)
+    for replicas in (1, 3, 8):
+        groups = [(uid, draw.choice([0, 1, 5, 5, 9])) for uid in draw.sample(range(100), 30)]
+        loads, searched = [0] * replicas, [[] for _ in range(replicas)]
+        for uid, cost in sorted(groups, key=lambda g: (-g[1], g[0])):
+            to = min(range(replicas), key=lambda r: (loads[r], len(searched[r]), r))
+            loads[to] += cost
+            searched[to].append(uid)
+        assert plan_balance(groups, replicas) == [sorted(uids) for uids in searched]
+
+
+@pytest.mark.parametrize("hidden", [4096])
+@pytest.mark.parametrize("length", [1, 100, 4096, 24576, 131072])
+def test_the_cost_of_a_row_is_that_of_a_layer(hidden, length):
+    flops = 24 * length * hidden**2 + 4 * length**2 * hidden
+    assert flops == row_cost(length) * 4 * hidden
+    assert row_cost(EQUAL_TERMS_LENGTH) == 2 * EQUAL_TERMS_LENGTH**2
+
+
+def test_long_rows_are_balanced_by_their_squares_and_short_ones_by_tokens():
+    def replica_of_the_long_row(scale):
+        rows = [(0, [8 * scale]), (1, [scale] * 8), (2, [scale] * 4), (3, [scale] * 4)]  # as many tokens in 0, 1, and 2 + 3
+        plan = plan_balance([(uid, sum(map(row_cost, lengths))) for uid, lengths in rows], 2)
+        return next(set(uids) for uids in plan if 0 in uids)
+
+    assert replica_of_the_long_row(100) == {0, 3}  # 800 + 400 tokens against 800 + 400
+    assert replica_of_the_long_row(30_000) == {0}
+
+
+def test_routes_agree_on_both_sides_and_bring_every_row_to_every_lane():
+    draw = random.Random(3)
+    for width in (1, 2):
+        ranks, groups = 6, list(range(10))
+        owner = {uid: draw.randrange(3) for uid in groups}
+        held = [[uid for uid in groups if owner[uid] == rank for _ in range(draw.randint(1, 3))] for rank in range(ranks)]
+        lanes = [list(range(i, i + width)) for i in range(2, 6, width)]  # ranks 0 and 1 only send, 2 does both
+        plan = plan_balance([(uid, 1 + uid % 4) for uid in groups], len(lanes))
+        mine = [plan_routes(held, plan, lanes, rank) for rank in range(ranks)]
+        for rank, routes in enumerate(mine):
+            assert all(rank in (route.source, route.target) for route in routes)
+            for route in routes:
+                assert route in mine[route.source] and route in mine[route.target]
+        for replica, members in enumerate(lanes):
+            for rank in members:
+                got = [held[route.source][row] for route in mine[rank] if route.target == rank for row in route.rows]
+                assert sorted(got) == sorted(uid for rows in held for uid in rows if uid in plan[replica])
+    assert plan_routes([[7, 7], []], [[7]], [[0]], 0) == [Route(0, 0, (0, 1))]  # a row that stays has a route to itself
+    assert plan_routes([[7, 7], []], [[7]], [[0]], 1) == []
 
 
 def test_mini_batches_are_a_function_of_names():

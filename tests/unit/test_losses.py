@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -276,6 +277,19 @@ def test_k3_has_no_gradient_at_zero_and_unknown_kind_is_named():  # C21
     assert x.grad == 0
     with pytest.raises(ValueError, match="kl_type: unknown 'k4'"):
         kl_estimate(x, "k4")
+
+
+def test_a_kl_in_the_reward_is_not_in_the_loss():
+    data, output = rich_case()
+    expected = run(ppo_loss, algorithm(), output, data)
+    for kl_coef in (None, 0.3):
+        loss, stats, grads = run(partial(ppo_loss, kl_coef=kl_coef), algorithm(kl_coef=0.1, kl_in_reward=True), output, data)
+        assert torch.equal(loss, expected[0]) and torch.equal(grads[0], expected[2][0])
+        assert stats["actor/kl_ref"].total > 0  # still measured
+    both = run(ppo_loss, algorithm(kl_coef=0.1), output, data)
+    assert not torch.equal(both[0], expected[0])
+    explicit = run(ppo_loss, algorithm(kl_coef=0.1, kl_type="k3"), output, data)
+    assert torch.equal(both[0], explicit[0])  # auto
 
 
 def test_approx_kl_is_that_of_old_to_new():

@@ -21,8 +21,8 @@ WRONG = {  # override -> what is said of it
     "rollout.n=many": "rollout.n: ",
     "algorithm.advantage=grop": "algorithm.advantage: 'grop' is unknown (did you mean 'grpo'?)",
     "optimizer.schedule=cosin": "optimizer.schedule: 'cosin' is unknown (did you mean 'cosine'?)",
-    "placement.actor=7": "placement.actor: ranks [7] do not exist",
-    "placement.rollout=8": "placement.rollout: ranks [8] do not exist",
+    "placement.actor=7": "placement.actor: ranks 7 do not exist",
+    "placement.rollout=8": "placement.rollout: ranks 8 do not exist",
     "engine.max_tokens_per_micro_batch=1": "engine.max_tokens_per_micro_batch: 1 ",
 }
 

@@ -15,8 +15,9 @@ from spmd_rl.config import (
     RolloutConfig,
 )
 from spmd_rl.engine.fsdp import FSDPConfig
+from spmd_rl.placement import needed_roles, parse_placement, parse_ranks
 from spmd_rl.train import compose_config, config_folder, groups, resolve_auto
-from spmd_rl.validation import needed_roles, parse_placement, parse_ranks, typed, validate
+from spmd_rl.validation import typed, validate
 
 LINE = re.compile(r"[a-z]\w*([.,] ?\w+)*: .+ - \S.*")  # field path: what is wrong - what to set
 READY = {"engine": FSDPConfig(dtype="float32"), "rollout": RolloutConfig(dtype="float32")}
@@ -101,7 +102,7 @@ def test_validate_reports_every_problem_in_one_call():
     assert found(problems, "algorithm.aggregation: 'token_mean'", "did you mean 'token-mean'?")
     assert found(problems, "rollout.dtype: 'float16'", "float32, bfloat16")
     assert found(problems, "rollout.temperature: 0")
-    assert found(problems, "placement.actor, placement.rollout: [0, 1] and [1, 2] share ranks [1]")
+    assert found(problems, "placement.actor, placement.rollout: ranks 0-1 and 1-2 share ranks 1 but")
     assert found(problems, "data.prompts_per_step: 16 prompts x 8 samples", "3 mini-batches", "2 data-parallel", "set 15 or 18")
     assert found(problems, "engine.max_tokens_per_micro_batch: 100", "512 + 64", "set at least 576")
 
@@ -141,6 +142,14 @@ def test_validate_shows_the_arithmetic_and_what_to_set(sections, world_size, fra
     assert found(problems, *fragments) if fragments else problems == []
 
 
+def test_a_replica_of_the_rollout_lies_inside_one_node():
+    config = ready(rollout=RolloutConfig(backend="spmd_rl.roles.hf_rollout:HFRollout", tensor_parallel_size=3, dtype="float32"))
+    said = "rollout.tensor_parallel_size: the group of ranks 3-5 crosses the nodes of ranks 0-3, 4-7 (3 ranks a group)"
+    assert found(validate(config, 12, 4), said, "set a divisor of 4")
+    assert not found(validate(config, 12), "crosses")
+    assert not found(validate(replace(config, rollout=replace(config.rollout, tensor_parallel_size=2)), 12, 4), "crosses")
+
+
 @pytest.mark.parametrize(
     ("spec", "ranks"),
     [("all", (0, 1, 2, 3)), ("0-2", (0, 1, 2)), ("0,3", (0, 3)), ("3,0-1", (0, 1, 3)), (" 1 - 2 ", None), ("2", (2,))],
@@ -177,12 +186,12 @@ def test_a_placement_gives_each_role_its_ranks(placement, expected):
 @pytest.mark.parametrize(
     ("placement", "fragments"),
     [
-        ({"actor": "0-5"}, ["placement.actor: ranks [4, 5] do not exist (4 ranks)"]),
-        ({"actor": "0-1", "rollout": "1-3"}, ["placement.actor, placement.rollout: ", "share ranks [1] but not all"]),
-        ({"actor": "0-2", "rollout": "0-3"}, ["share ranks [0, 1, 2] but not all"]),
-        ({"actor": "0", "rollout": "2"}, ["placement: ranks [1, 3] have no role (4 ranks)"]),
-        ({"actor": "0-3,2"}, ["placement.actor: ", "names a rank twice"]),
-        ({"actor": "3-1", "rollout": "0-3"}, ["placement.actor: [] is empty"]),
+        ({"actor": "0-5"}, ["placement.actor: ranks 4-5 do not exist (4 ranks)"]),
+        ({"actor": "0-1", "rollout": "1-3"}, ["placement.actor, placement.rollout: ranks 0-1 and 1-3 share ranks 1 but not all"]),
+        ({"actor": "0-2", "rollout": "0-3"}, ["share ranks 0-2 but not all"]),
+        ({"actor": "0", "rollout": "2"}, ["placement: ranks 1,3 have no role (4 ranks)"]),
+        ({"actor": "0-3,2"}, ["placement.actor: 0,1,2,2,3 ", "names a rank twice"]),
+        ({"actor": "3-1", "rollout": "0-3"}, ["placement.actor: none is empty"]),
         ({"actor": "x"}, ["placement.actor: 'x' is no set of ranks"]),
         ({"actor": "rollout", "rollout": "actor"}, ["placement.actor: actor -> rollout -> actor names no ranks"]),
         ({"actor": "actor"}, ["placement.rollout: rollout -> actor -> actor names no ranks"]),
@@ -208,8 +217,11 @@ CHOICES = [f"{group}={choice}" for group, choices in groups(config_folder()).ite
 @pytest.mark.parametrize(("name", "overrides"), [*((name, []) for name in SHIPPED), *(("train", [choice]) for choice in CHOICES)])
 def test_every_shipped_configuration_is_valid(name, overrides):
     config, problems = compose_config(name, None, overrides)
-    assert problems == [] and [validate(config, world_size) for world_size in (1, 2)] == [[], []]
+    sizes = (2, 4) if "placement=split" in overrides else (1, 2)
+    assert problems == [] and [validate(config, world_size) for world_size in sizes] == [[], []]
 
 
 def test_what_ships_is_found():
-    assert {"train", "tiny", "quickstart"} <= set(SHIPPED) and {"algorithm=dapo", "placement=colocated"} <= set(CHOICES)
+    assert {"train", "tiny", "quickstart"} <= set(SHIPPED) and {"algorithm=dapo", "placement=colocated", "placement=split"} <= set(
+        CHOICES
+    )
