@@ -124,7 +124,8 @@ def resolve_auto(config: Config) -> Config:
     )
     correction = config.algorithm.rollout_correction
     if correction == "auto":
-        correction = "token-truncate" if sampled == "bfloat16" else "off"
+        exact = sampled == "float32" and not (given.max_step_tokens or given.max_step_seconds)
+        correction = "off" if exact else "token-truncate"
     return replace(
         config,
         trainer=replace(config.trainer, device=device),
