@@ -169,8 +169,8 @@ class ServerAdapter:
             ids = zlib.crc32(batch.input_ids.numpy().tobytes())
             if all_max([ids, -ids], self.mesh.lane_group, "generate.same") != [ids, -ids]:
                 raise RuntimeError("the lanes of a rollout replica drew different tokens")
+        counts = self.backend.take_counts()
         if sampling.purpose == "train":
-            counts = self.backend.take_counts()
             self.stats = add_stats(self.stats, {key: Mean(total, count) for key, (total, count) in counts.items()})
             if self.dialogue:
                 self.stats = add_stats(self.stats, self.dialogue.take())

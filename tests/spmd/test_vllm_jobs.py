@@ -18,6 +18,7 @@ SMALL = [
     "rollout=vllm", "data.prompts_per_step=8", "rollout.n=4", "rollout.max_response_tokens=8", "reward.workers=1",
     "trainer.keep=0", "logger.console=false", "trainer.device=cpu",
 ]  # fmt: skip
+TRAINING = ["trainer.total_steps=3", "algorithm.epochs=2", "algorithm.num_mini_batches=2"]  # so that ratios leave 1
 COMPARED = ("reward/mean", "response/length_mean", "actor/loss", "actor/grad_norm", "response/truncated_fraction")
 USER = """
 import os
@@ -84,7 +85,7 @@ class Job:
         found = {
             "processes": processes,
             "shared memory": [name for name in segments if any(pid in name for pid in pids) or not in_use(name)],
-            "files": sorted(str(path) for path in self.temporary.rglob("*")),
+            "files": sorted(str(path) for path in self.temporary.rglob("*") if not path.is_dir()),  # torch makes an empty folder
         }
         return {kind: what for kind, what in found.items() if what}
 
@@ -105,7 +106,7 @@ def steady(tmp_path_factory):
     """Ranks -> the metrics of 3 steps, which train."""
     found = {}
     for ranks in (1, 2, 4):
-        job = Job(tmp_path_factory.mktemp(f"steady{ranks}"), ranks, "trainer.total_steps=3", "optimizer.learning_rate=1e-4")
+        job = Job(tmp_path_factory.mktemp(f"steady{ranks}"), ranks, "optimizer.learning_rate=1e-4", *TRAINING)
         assert job.wait() == [0] * ranks and job.leftovers() == {}
         found[ranks] = job.metrics()
     return found
@@ -114,7 +115,7 @@ def steady(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_run_on_more_ranks(steady, ranks):
     assert len(steady[1]) == len(steady[ranks]) == 3
-    assert any(row["actor/loss"] != 0 for row in steady[1])
+    assert all(abs(row["actor/loss"]) > 1e-4 and row["actor/grad_norm"] > 0.01 for row in steady[1])
     for one, many in zip(steady[1], steady[ranks]):
         for key in COMPARED:
             assert many[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), (one["step"], key)
