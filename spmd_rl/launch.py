@@ -94,7 +94,7 @@ def _scontrol(*what: str) -> str:
 
 
 def end_at_once() -> NoReturn:
-    """Ends this process whatever its threads do, without the folder of multiprocessing's sockets, which only exit handlers remove."""
+    """Ends this process whatever its threads do. Removes the folder of multiprocessing's sockets, as exit handlers would."""
     if folder := multiprocessing.current_process()._config.get("tempdir"):
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -147,10 +147,11 @@ class VLLMRollout(RolloutBackend):
         self.engine = self.llm.llm_engine
         self.max_model_len = self.engine.model_config.max_model_len
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
-        if self.on_host and mesh.width > 1:
+        self.closed = threading.Event()
+        if self.on_host and mesh.width > 1 and sys.platform == "linux":
             pids = gather_objects(os.getpid(), mesh.lane_group, "vllm.pids")
             watched = [os.pidfd_open(pid) for pid in pids if pid != os.getpid()]
-            threading.Thread(target=_end_with, args=(watched,), daemon=True, name="lane-watch").start()
+            threading.Thread(target=_end_with, args=(watched, self.closed), daemon=True, name="lane-watch").start()
 
     def complete(self, requests: Sequence[Request], sampling: Sampling, expired: Expired | None = None) -> list[Reply]:
         from vllm import SamplingParams
@@ -250,6 +251,7 @@ class VLLMRollout(RolloutBackend):
         return {part: 0 if part in self.sleeping else size for part, size in found.items()}
 
     def shutdown(self) -> None:
+        self.closed.set()
         with self.quarantine():
             self.engine.engine_core.shutdown()
             del self.llm, self.engine, self.runner
@@ -273,7 +275,7 @@ class VLLMRollout(RolloutBackend):
         return {"kv_cache_memory_bytes": int(min(CACHE_LIMIT_GB * 1e9, max(64e6, rows * token)))}
 
 
-def _end_with(lanes: list[int], patience_s: float = 5.0) -> None:
+def _end_with(lanes: list[int], closed: threading.Event, patience_s: float = 5.0) -> None:
     """Ends this process soon after any of these (pidfds): vLLM's lanes wait for each other in shared memory, for ever.
 
     The patience is for an orderly end, and for whoever has more to say of a disorderly one."""
@@ -281,10 +283,10 @@ def _end_with(lanes: list[int], patience_s: float = 5.0) -> None:
     for lane in lanes:
         waiting.register(lane, select.POLLIN)
     waiting.poll()
-    time.sleep(patience_s)
-    sys.stderr.write("[spmd_rl] another lane of this rollout replica has ended\n")
-    sys.stderr.flush()
-    os._exit(1)
+    if not closed.wait(patience_s):
+        sys.stderr.write("[spmd_rl] another lane of this rollout replica has ended\n")
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _contain(segment: str, plain: bool) -> None:
