@@ -19,7 +19,6 @@ import secrets
 import select
 import sys
 import threading
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
