@@ -152,17 +152,17 @@ def move_bytes(roles: dict[str, Role], world_size: int, held: list[list[tuple[in
 
 
 def model_tensors(hidden: int = 4096, layers: int = 32, inner: int = 14336, kv: int = 1024, vocabulary: int = 128256):
-    """(name, tensor without storage) of a bfloat16 decoder of eight billion parameters, as an engine's `weights()` names them."""
+    """(name, tensor without storage) of a decoder of eight billion parameters, as an engine's `weights()` gives them."""
     block = {"q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, hidden)}
     block |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner), "norm1": (hidden,), "norm2": (hidden,)}
     shapes = {"embed": (vocabulary, hidden), "norm": (hidden,), "head": (vocabulary, hidden)}
     shapes |= {f"{layer}.{name}": shape for layer in range(layers) for name, shape in block.items()}
-    return ((name, torch.empty(shape, dtype=torch.bfloat16, device="meta")) for name, shape in shapes.items())
+    return ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
 
 
 def weight_bytes(senders: int) -> dict[str, int]:
-    """Bytes of one update: the most that a rank of the actor sends, what a rank of the rollout receives, the largest bucket."""
-    buckets = [sum(tensor.nbytes for _, tensor in bucket) for bucket in placed._buckets(model_tensors())]
+    """Bytes of one update in bfloat16: what an actor rank sends at most, what a rollout rank receives, the largest bucket."""
+    buckets = [sum(tensor.nbytes for _, tensor in bucket) for bucket in placed._buckets(model_tensors(), torch.bfloat16)]
     sent = [sum(buckets[turn::senders]) for turn in range(min(senders, len(buckets)))]
     return {"sent": max(sent), "received": sum(buckets), "bucket": max(buckets)}
 

@@ -163,7 +163,7 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     entropy_metric: bool = False
     value_clip: float | None = 0.2
-    rollout_correction: str = "auto"  # CORRECTIONS; auto: token-truncate where the rollout is in bfloat16, else off
+    rollout_correction: str = "auto"  # CORRECTIONS; auto: token-truncate in bfloat16 and where steps are limited
     rollout_correction_cap: float = 2.0
     epochs: int = 1
     num_mini_batches: int = 1

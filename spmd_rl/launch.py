@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -91,6 +93,13 @@ def _scontrol(*what: str) -> str:
     return subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=True).stdout
 
 
+def end_at_once() -> NoReturn:
+    """Ends this process whatever its threads do. Removes the folder of multiprocessing's sockets, as exit handlers would."""
+    if folder := multiprocessing.current_process()._config.get("tempdir"):
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
 class AbortWatch:
     """Ends every rank in seconds when one fails, and shows the first traceback once.
 
@@ -122,7 +131,7 @@ class AbortWatch:
         sys.stdout.flush()
         if first:
             time.sleep(2 * self.poll_s)  # a store hosted here must outlive the others' next look
-        os._exit(1)
+        end_at_once()
 
     def close(self) -> None:
         self.stopped.set()
@@ -135,4 +144,4 @@ class AbortWatch:
             except Exception:
                 failed = True
             if failed and not self.stopped.wait(self.poll_s):  # leave a failing rank the time to say its own word
-                os._exit(1)
+                end_at_once()

@@ -145,8 +145,8 @@ def placement_problems(placement: dict[str, Ranks], world_size: int, local_world
             a, b = set(placement[one]), set(placement[other])
             if a != b and a & b:
                 problems.append(
-                    f"placement.{one}, placement.{other}: ranks {compact(a)} and {compact(b)} share ranks {compact(a & b)} but not all - "
-                    f"give both the same ranks, or none in common"
+                    f"placement.{one}, placement.{other}: ranks {compact(a)} and {compact(b)} share ranks {compact(a & b)} "
+                    f"but not all - give both the same ranks, or none in common"
                 )
     if idle := set(range(world_size)) - {r for ranks in placement.values() for r in ranks}:
         problems.append(f"placement: ranks {compact(idle)} have no role ({world_size} ranks) - give each a role, or start fewer")

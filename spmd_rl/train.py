@@ -126,7 +126,8 @@ def resolve_auto(config: Config) -> Config:
     )
     correction = config.algorithm.rollout_correction
     if correction == "auto":
-        correction = "token-truncate" if sampled == "bfloat16" or config.trainer.lookahead else "off"
+        stale = config.trainer.lookahead or given.max_step_tokens or given.max_step_seconds
+        correction = "off" if sampled == "float32" and not stale else "token-truncate"
     return replace(
         config,
         trainer=replace(config.trainer, device=device),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmd_rl.batch import Batch, Prompts, Sampling
 from spmd_rl.collectives import agree, all_max, gather_objects
-from spmd_rl.config import AGREEMENT, ROLLOUTS, RolloutConfig, resolve
+from spmd_rl.config import AGREEMENT, ROLLOUTS, ConfigError, RolloutConfig, resolve
 from spmd_rl.engine.hf_names import stored_shapes
 from spmd_rl.mesh import RoleMesh
 from spmd_rl.metrics import Max, Mean, Stats, add_stats
@@ -64,7 +64,7 @@ class ServerAdapter:
         self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[rollout_config.dtype]
         self.staged = staged
         self.limited = bool(rollout_config.max_step_tokens or rollout_config.max_step_seconds)
-        self.drawn = 0  # prompt occurrences so far, where steps are limited
+        self.drawn: int | None = None  # prompt occurrences so far, where steps are limited; None: as many as without limits
         self.stats: Stats = {}
         if mesh.here:
             self.layout = stored_shapes(model_config.folder)
@@ -81,7 +81,8 @@ class ServerAdapter:
         if not self.mesh.here:
             return Placed(self.mesh, None)
         kept = sum(gather_objects(len({e.uid for e in self.generator.pending}), self.mesh.data_group, "rollout.kept"))
-        first, self.drawn = self.drawn, self.drawn + max(0, count - kept)
+        first = step * count if self.drawn is None else self.drawn
+        self.drawn = first + max(0, count - kept)
         return shard_prompts(source(first, self.drawn - first), self.mesh)
 
     def generate(self, prompts: Placed[Prompts], sampling: Sampling, step: int) -> Placed[Batch]:
@@ -101,11 +102,19 @@ class ServerAdapter:
         self.backend.wake_up("weights")
         watched = Watched(stream, self.layout)
         on_its_way = iter(watched)
-        self.backend.update_weights(on_its_way)
+        refused = None
+        try:
+            self.backend.update_weights(on_its_way)
+        except Exception as error:
+            if not watched.problems:
+                raise
+            refused = error  # a loader does not always say which tensor it could not take
         for _ in on_its_way:  # a loader may stop early; the source does not
             pass
         if watched.problems:
-            raise ValueError(f"weights of version {version} do not fit the rollout model:\n" + "\n".join(watched.problems))
+            raise ValueError(
+                f"weights of version {version} do not fit the rollout model:\n" + "\n".join(watched.problems)
+            ) from refused
         self._same_everywhere(watched.checksum, version)
         self.backend.wake_up("kv_cache")
         self._prove(stream.expected(), version)
@@ -132,18 +141,29 @@ class ServerAdapter:
         if self.mesh.here and self.limited:
             kept = gather_objects(self.generator.state(), self.mesh.data_group, "rollout.save")
             if self.mesh.rank_of(0) == self.mesh.world_rank:
-                state = {"drawn": self.drawn, "episodes": [episode for part in kept for episode in part]}
+                state = {"drawn": self.drawn, "replicas": kept}
                 (folder / "rollout.json").write_text(json.dumps(state))
 
     def load(self, folder: Path) -> None:
-        """Collective over the rollout mesh: every replica takes its share of the groups."""
+        """Collective over the world: every replica takes its own groups, or its share where their number is another.
+
+        Raises ConfigError, on every rank, where groups were kept and steps are not limited any more."""
         path = folder / "rollout.json"
-        if self.mesh.here and self.limited and path.exists():
-            state = json.loads(path.read_text())
+        state = json.loads(path.read_text()) if path.exists() else {}
+        if any(state.get("replicas", ())) and not self.limited:
+            raise ConfigError(
+                f"rollout.max_step_tokens, rollout.max_step_seconds: {folder} holds groups that go on under a limit, and there is "
+                f"none - set one of them, or trainer.resume=never"
+            )
+        if self.mesh.here and state:
             self.drawn = state["drawn"]
-            uids = sorted({episode["uid"] for episode in state["episodes"]})
-            mine = set(uids[self.mesh.replica :: self.mesh.num_replicas])
-            self.generator.pending = [Episode(**episode) for episode in state["episodes"] if episode["uid"] in mine]
+            parts, mesh = state["replicas"], self.mesh
+            if len(parts) != mesh.num_replicas:
+                every = sorted((episode for part in parts for episode in part), key=lambda e: (e["uid"], e["sample"]))
+                uids = list(dict.fromkeys(episode["uid"] for episode in every))
+                owner = {uid: i % mesh.num_replicas for i, uid in enumerate(uids)}
+                parts = [[e for e in every if owner[e["uid"]] == replica] for replica in range(mesh.num_replicas)]
+            self.generator.pending = [Episode(**episode) for episode in parts[mesh.replica]]
 
     def _generate(self, prompts: Prompts, sampling: Sampling, step: int) -> Batch:
         batch = self.generator.generate(prompts, sampling, step, self.version, self._deadline())
@@ -151,8 +171,8 @@ class ServerAdapter:
             ids = zlib.crc32(batch.input_ids.numpy().tobytes())
             if all_max([ids, -ids], self.mesh.lane_group, "generate.same") != [ids, -ids]:
                 raise RuntimeError("the lanes of a rollout replica drew different tokens")
+        counts = self.backend.take_counts()
         if sampling.purpose == "train":
-            counts = self.backend.take_counts()
             self.stats = add_stats(self.stats, {key: Mean(total, count) for key, (total, count) in counts.items()})
             if self.dialogue:
                 self.stats = add_stats(self.stats, self.dialogue.take())

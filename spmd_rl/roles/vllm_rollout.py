@@ -16,7 +16,9 @@ import math
 import os
 import random
 import secrets
+import select
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +32,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from spmd_rl.batch import Sampling
-from spmd_rl.collectives import broadcast_object
+from spmd_rl.collectives import broadcast_object, gather_objects
 from spmd_rl.config import RolloutConfig
 from spmd_rl.engine.base import held_bytes
 from spmd_rl.engine.hf_names import stored_shapes
@@ -144,6 +146,11 @@ class VLLMRollout(RolloutBackend):
         self.engine = self.llm.llm_engine
         self.max_model_len = self.engine.model_config.max_model_len
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
+        self.closed = threading.Event()
+        if self.on_host and mesh.width > 1 and sys.platform == "linux":
+            pids = gather_objects(os.getpid(), mesh.lane_group, "vllm.pids")
+            watched = [os.pidfd_open(pid) for pid in pids if pid != os.getpid()]
+            threading.Thread(target=_end_with, args=(watched, self.closed), daemon=True, name="lane-watch").start()
 
     def complete(self, requests: Sequence[Request], sampling: Sampling, expired: Expired | None = None) -> list[Reply]:
         from vllm import SamplingParams
@@ -243,6 +250,7 @@ class VLLMRollout(RolloutBackend):
         return {part: 0 if part in self.sleeping else size for part, size in found.items()}
 
     def shutdown(self) -> None:
+        self.closed.set()
         with self.quarantine():
             self.engine.engine_core.shutdown()
             del self.llm, self.engine, self.runner
@@ -264,6 +272,20 @@ class VLLMRollout(RolloutBackend):
         length = config.max_model_len or text.max_position_embeddings
         rows = (config.max_batch_rows + 1) * (length // config.block_size + 1) * config.block_size
         return {"kv_cache_memory_bytes": int(min(CACHE_LIMIT_GB * 1e9, max(64e6, rows * token)))}
+
+
+def _end_with(lanes: list[int], closed: threading.Event, patience_s: float = 5.0) -> None:
+    """Ends this process soon after any of these (pidfds): vLLM's lanes wait for each other in shared memory, for ever.
+
+    The patience is for an orderly end, and for whoever has more to say of a disorderly one."""
+    waiting = select.poll()
+    for lane in lanes:
+        waiting.register(lane, select.POLLIN)
+    waiting.poll()
+    if not closed.wait(patience_s):
+        sys.stderr.write("[spmd_rl] another lane of this rollout replica has ended\n")
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _contain(segment: str, plain: bool) -> None:

@@ -371,7 +371,7 @@ def proofs(folder: Path) -> None:
     """Body of a fork: streams of a sharded actor to a replica on each of 2 ranks, whole and tampered with."""
     world, mesh = start()
     model = EngineModel(str(folder / "model"), "language_model", False)
-    engine = FSDPConfig(dtype="float32", shard_size=2)
+    engine = FSDPConfig(dtype="float32", shard_size=len(mesh.ranks))
     actor = TrainingWorker(
         TrainingWorkerConfig("actor", model, engine, OptimizerConfig(), "old_log_probs", probe=PROBE), world.meshes["actor"]
     )
@@ -401,7 +401,11 @@ def proofs(folder: Path) -> None:
         if error is RuntimeError:  # a loader that raised may be left half way
             whole(2)
     wrong = {name: what for name, what in found.items() if what}
-    for change in () if wrong or len(cases) == 1 else (lambda n, t: t * (1 + 1e-6) if n == ROWS else t, lambda n, t: t.clone() if n != GATE else t + 0.1):
+    for change in (
+        ()
+        if wrong or len(cases) == 1
+        else (lambda n, t: t * (1 + 1e-6) if n == ROWS else t, lambda n, t: t.clone() if n != GATE else t + 0.1)
+    ):
         with pytest.raises(RuntimeError, match=r"version 6: rank 1 was handed other tensors than rank 0"):
             update(6, lambda named, change=change: [(n, change(n, t) if world.rank else t) for n, t in named])
         whole(3)

@@ -36,7 +36,18 @@ def test_every_key_is_documented_with_its_default_and_no_other():
         assert documented[key].strip("` ") == shown or key == "critic.optimizer", key
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/concepts.md", "docs/extending.md", "docs/clusters.md", "docs/rollout.md"])
+@pytest.mark.parametrize(
+    "document",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/concepts.md",
+        "docs/extending.md",
+        "docs/clusters.md",
+        "docs/rollout.md",
+        "docs/placement.md",
+    ],
+)
 def test_paths_that_documents_name_exist(document):
     text = (ROOT / document).read_text()
     ours = r"(?:launch|docs|tests|benchmarks|spmd_rl|conf)/[\w./-]+\w"
