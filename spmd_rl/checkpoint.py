@@ -139,13 +139,16 @@ def export_hf(stream: WeightStream, source: Path, target: Path, dtype: str) -> N
 
 
 def save_samples(batch: Placed[Batch], stats: Stats, shown: list[dict], folder: Path) -> None:
-    """Local: a file of each replica, written by its lane 0: the samples in flight, and what is to be said of them."""
-    if batch.mesh.here and batch.mesh.lane == 0:
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{batch.mesh.replica:05d}.safetensors"
-        save_file({name: value.contiguous() for name, value in fields_of(batch.local).items()}, path)
-        said = {"schema": schema(stats), "numbers": pack(stats, schema(stats)), "shown": shown}
-        path.with_suffix(".json").write_text(json.dumps(said, default=str))
+    """Local: the samples in flight, a file of each replica by its lane 0, and what each rank has to say of them."""
+    mesh = batch.mesh
+    if not mesh.here:
+        return
+    folder.mkdir(exist_ok=True)
+    if mesh.lane == 0:
+        fields = {name: value.contiguous() for name, value in fields_of(batch.local).items()}
+        save_file(fields, folder / f"{mesh.replica:05d}.safetensors")
+    said = {"schema": schema(stats), "numbers": pack(stats, schema(stats)), "shown": shown}
+    (folder / f"{mesh.ranks.index(mesh.world_rank):05d}.json").write_text(json.dumps(said, default=str))
 
 
 def load_samples(mesh: RoleMesh, folder: Path) -> tuple[Placed[Batch], Stats, list[dict]]:
@@ -161,8 +164,8 @@ def load_samples(mesh: RoleMesh, folder: Path) -> tuple[Placed[Batch], Stats, li
     }
     stats: Stats = {}
     shown: list[dict] = []
-    for path in mine if mesh.lane == 0 else ():
-        said = json.loads(path.with_suffix(".json").read_text())
+    for path in sorted(folder.glob("*.json"))[mesh.ranks.index(mesh.world_rank) :: len(mesh.ranks)]:
+        said = json.loads(path.read_text())
         stats = add_stats(stats, unpack(tuple(said["numbers"]), [tuple(entry) for entry in said["schema"]]))
         shown += said["shown"]
     return Placed(mesh, make_batch(fields)), stats, shown

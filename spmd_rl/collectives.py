@@ -1,12 +1,14 @@
 """Every bare collective of ours, each with a name in the ledger. What decides control flow is agreed here.
 
-The ledger is a ring of names a group. With `debug.ledger=true` the ring is compared before each collective and the rank
-that differs is named at once; without it, its tail is shown when a collective fails.
+The ledger is a ring of names a group. With `debug.ledger=true` the names are compared in the job's store before each
+collective: a rank that differs, or does not come, is named with what it does instead. Without it, the ring's tail is shown
+when a collective fails.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,39 +16,85 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.mesh import World
 from spmd_rl.metrics import Stats, add_stats, neutral, pack, schema, unpack, values
+from spmd_rl.placement import compact
 
 Group = dist.ProcessGroup
 _rings: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=32))
-_compare = False
+_turns: Counter[str] = Counter()  # collectives compared so far, by group
+_meeting: tuple[World, float] | None = None  # where names are compared, and how long a rank waits for another's, in seconds
 
 
-def compare_ledgers(on: bool) -> None:
-    """Whether every collective first compares its name on all ranks (`debug.ledger`). Set alike on every rank."""
-    global _compare
-    _compare = on
+def compare_ledgers(world: World | None, timeout: float = 300.0) -> None:
+    """Every collective first compares its name on all ranks (`debug.ledger`); not any more for None. Alike on every rank.
+
+    `timeout`: seconds that a rank waits for the others to enter the collective that it is in."""
+    global _meeting
+    _meeting = None if world is None else (world, timeout)
 
 
 @contextmanager
 def recorded(name: str, group: Group) -> Iterator[None]:
     """Enters `name` in the group's ring around a collective.
 
-    Raises RuntimeError naming the first rank that entered another collective, or with the ring's tail on a failure."""
+    Raises RuntimeError naming the ranks that entered another collective, or none in time; or with the ring's tail on a
+    failure."""
     ring = _rings[group.group_name]
     ring.append(name)
-    if _compare:
-        names: list = [None] * group.size()
-        dist.all_gather_object(names, name, group=group)
-        if other := next((i for i, n in enumerate(names) if n != names[0]), None):
-            raise RuntimeError(
-                f"ranks diverged: rank 0 of the group entered '{names[0]}', rank {other} entered '{names[other]}'; "
-                f"before it: {', '.join(list(ring)[-6:-1])}"
-            )
+    if _meeting is not None:
+        _compare(name, group, list(ring)[-6:-1], *_meeting)
     try:
         yield
     except RuntimeError as error:
         error.add_note(f"[spmd_rl] last collectives of this group: {', '.join(list(ring)[-8:])}")
         raise
+
+
+def _compare(name: str, group: Group, before: list[str], world: World, timeout: float) -> None:
+    """Collective: every rank leaves its name in the store, waits for those of the others, and raises where they differ."""
+    store, ranks = world.store, _world_ranks(group, world)
+    where = f"ranks {compact(ranks)}"
+    ring = f"ledger/{where}/{group.group_name}"
+    turn = _turns[ring]
+    _turns[ring] += 1
+    store.set(f"ledger/last/{world.rank}", f"'{name}' of {where}")
+    keys = {rank: f"{ring}/{turn}/{rank}" for rank in ranks}
+    store.set(keys[world.rank], name)
+    end, pause = time.monotonic() + timeout, 0.0005
+    while not (complete := store.check([*keys.values()])) and time.monotonic() < end:
+        time.sleep(pause)  # and no wait inside the store, which would keep this connection from other threads
+        pause = min(2 * pause, 0.05)
+    came = [rank for rank in ranks if complete or store.check([keys[rank]])]
+    entered: dict[str, list[int]] = {}
+    for rank, found in zip(came, store.multi_get([keys[rank] for rank in came])):
+        entered.setdefault(found.decode(), []).append(rank)
+    missing = [rank for rank in ranks if rank not in came]
+    said = [f"{_who(them)} entered '{what}' of {where}" for what, them in entered.items()]
+    for rank in missing:
+        last = f"ledger/last/{rank}"
+        elsewhere = store.get(last).decode() if store.check([last]) else "none"
+        said.append(f"rank {rank} did not within {timeout:g} s (debug.ledger_timeout), its last collective: {elsewhere}")
+    if len(said) > 1:
+        raise RuntimeError(f"ranks diverged: {'; '.join(said)}. Before it: {', '.join(before) or 'nothing'}")
+    if turn:  # all are here, so none has still to read its turn before
+        store.delete_key(f"{ring}/{turn - 1}/{world.rank}")
+
+
+def _who(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {compact(ranks)}"
+
+
+def _world_ranks(group: Group, world: World) -> Sequence[int]:
+    """The group's ranks in the world, in the group's order: torch numbers groups made inside a cell by the cell."""
+    if group is world.control:
+        return range(world.size)
+    bridges = next(iter(world.meshes.values())).bridges
+    for ranks, bridge in bridges.items():
+        if group is bridge.control or group is bridge.payload:
+            return ranks
+    cell = next(ranks for ranks, bridge in bridges.items() if bridge.control is dist.group.WORLD)
+    return [cell[rank] for rank in dist.get_process_group_ranks(group)]
 
 
 def agree(flag: bool, group: Group, name: str) -> bool:
@@ -67,10 +115,15 @@ def all_max_float(numbers: Sequence[float], group: Group, name: str) -> list[flo
     return torch.stack(all_gather_even(torch.tensor(numbers, dtype=torch.float64), group, name)).amax(0).tolist()
 
 
+def _shaped(name: str, tensor: Tensor) -> str:
+    """`name[2, 3] float64`: ranks whose shapes differ have diverged as well."""
+    return f"{name}{[*tensor.shape]} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def all_sum(tensor: Tensor, group: Group, name: str) -> Tensor:
     """Collective: the elementwise sum over ranks, as a new tensor."""
     total = tensor.detach().clone()
-    with recorded(name, group):
+    with recorded(_shaped(name, tensor), group):
         dist.all_reduce(total, group=group)
     return total
 
@@ -86,7 +139,7 @@ def gather_rows(rows: Tensor, group: Group, name: str) -> list[Tensor]:
 def all_gather_even(tensor: Tensor, group: Group, name: str) -> list[Tensor]:
     """Collective: a tensor of one shape from every rank."""
     out = [torch.empty_like(tensor) for _ in range(group.size())]
-    with recorded(name, group):
+    with recorded(_shaped(name, tensor), group):
         dist.all_gather(out, tensor.contiguous(), group=group)
     return out
 

@@ -235,6 +235,7 @@ class TimeoutConfig:
 @dataclass
 class DebugConfig:
     ledger: bool = False  # compare the names of collectives on every rank before each one
+    ledger_timeout: float = 300.0  # seconds that a rank waits there for another; one cell may lag another by minutes
 
 
 @dataclass

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import combinations
+from itertools import combinations, takewhile
 from typing import NamedTuple
 
 import torch
@@ -72,6 +72,10 @@ class RoleMesh:
         """World rank of a lane."""
         return self.ranks[replica * self.width + lane]
 
+    def __str__(self) -> str:
+        """`0-3/2`: two replicas on ranks 0 to 3."""
+        return f"{compact(self.ranks)}/{self.num_replicas}"
+
     def bridge(self, other: RoleMesh) -> Bridge:
         return self.bridges[tuple(sorted({*self.ranks, *other.ranks}))]
 
@@ -83,6 +87,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup  # gloo, every rank: stop signals, metrics, checkpoint commit
     meshes: Mapping[str, RoleMesh]
+    store: dist.Store  # of the job, which every rank reaches
 
 
 def open_store(launch: Launch, timeouts: TimeoutConfig) -> dist.Store:
@@ -127,11 +132,10 @@ def split_world(roles: Mapping[str, Role], launch: Launch, store: dist.Store, de
             union, slow, slow if device == "cpu" else dist.new_group(list(union), backend=backend, timeout=collective)
         )
     index = next(i for i, cell in enumerate(cells) if launch.rank in cell)
-    _reroot(bridges[cells[index]].payload, index, cells[index], launch)
-    here = torch.device("cpu")
+    _reroot(bridges[cells[index]].payload, index, launch.rank)
+    here = _enter_cell(cells[index], launch, device)
     if device == "cuda":
-        here = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(here)
+        _connect(bridges, launch.rank, here)
     layouts: dict[Role, tuple] = {}
     for role in roles.values():
         if role not in layouts:
@@ -139,30 +143,78 @@ def split_world(roles: Mapping[str, Role], launch: Launch, store: dist.Store, de
     meshes = {
         name: RoleMesh(role.ranks, role.num_replicas, launch.rank, here, *layouts[role], bridges) for name, role in roles.items()
     }
-    return World(launch.rank, launch.world_size, here, control, meshes)
+    return World(launch.rank, launch.world_size, here, control, meshes, store)
 
 
-def _reroot(group: dist.ProcessGroup, index: int, cell: Ranks, launch: Launch) -> None:
-    """Makes the cell's group the default group, its ranks 0..n-1, and the environment agree. torch 2.13 privates."""
+def _reroot(group: dist.ProcessGroup, index: int, world_rank: int) -> None:
+    """Makes the cell's group the default group, its ranks 0..n-1. torch privates: tests/spmd/test_rerooting.py proves each."""
     c10d._update_default_pg(group)  # libraries see only the cell
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(len(cell))}  # src= and get_global_rank speak cell ranks
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(group.size())}  # src= and get_global_rank speak cell ranks
     c10d._world.group_count += 10_000 * (index + 1)  # later groups of two cells never share a name
-    torch._C._distributed_c10d._set_global_rank(launch.rank)  # log prefixes keep the world's rank
-    node = launch.rank // launch.local_world_size
-    local = [rank % launch.local_world_size for rank in cell if rank // launch.local_world_size == node]
-    os.environ.update(
-        RANK=str(cell.index(launch.rank)),
-        WORLD_SIZE=str(len(cell)),
-        LOCAL_RANK=str(local.index(launch.local_rank)),
-        LOCAL_WORLD_SIZE=str(len(local)),
-        MASTER_ADDR=launch.address,
-        MASTER_PORT=str(launch.port),
-    )
-    visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
-    if len(visible) == 1:
-        os.environ["LOCAL_RANK"] = "0"
-    elif len(visible) >= launch.local_world_size:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] for i in local)
+    torch._C._distributed_c10d._set_global_rank(world_rank)  # log prefixes keep the world's rank
+
+
+def _enter_cell(cell: Ranks, launch: Launch, device: str) -> torch.device:
+    """Makes the environment agree with the default group; the device of this rank. Before the first CUDA call."""
+    devices = None
+    if device == "cuda":
+        devices = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count())
+    os.environ.update(cell_environment(cell, launch, devices))
+    if devices is None:
+        return torch.device("cpu")
+    num_devices = os.environ["CUDA_VISIBLE_DEVICES"].count(",") + 1
+    here = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_devices)
+    torch.cuda.set_device(here)
+    if torch.cuda.device_count() != num_devices:
+        raise RuntimeError(
+            f"this process sees {torch.cuda.device_count()} CUDA devices, its cell has {num_devices}: CUDA was initialised before "
+            f"the cells were made - call nothing of torch.cuda but device_count() until then"
+        )
+    return here
+
+
+def visible_devices(value: str | None, count: int) -> list[str]:
+    """The devices that CUDA enumerates, in its order. `value`: of CUDA_VISIBLE_DEVICES, None where it is not set.
+
+    `count`: devices of the node, where nothing is set. An entry that is no device hides those behind it, as for CUDA."""
+    if value is None:
+        return [str(i) for i in range(count)]
+    return list(takewhile(lambda entry: entry not in ("", "-1", "NoDevFiles"), (entry.strip() for entry in value.split(","))))
+
+
+def cell_environment(cell: Ranks, launch: Launch, devices: list[str] | None) -> dict[str, str]:
+    """What a library inside the cell reads, as if a torchrun had started the cell alone.
+
+    `devices`: as this process sees them, None on a host. The cell keeps its own on this node, in its order, so that
+    rank % device_count is the local rank. Ranks that share too few devices keep all of them. One that sees a single device,
+    also of those that MIG made, of which CUDA shows only the first, has LOCAL_RANK 0."""
+    first = launch.rank - launch.local_rank
+    local = [rank - first for rank in cell if first <= rank < first + launch.local_world_size]
+    found = {
+        "RANK": cell.index(launch.rank),
+        "WORLD_SIZE": len(cell),
+        "LOCAL_RANK": local.index(launch.local_rank),
+        "LOCAL_WORLD_SIZE": len(local),
+        "MASTER_ADDR": launch.address,
+        "MASTER_PORT": launch.port,
+    }
+    if devices is not None:
+        mine = [devices[i] for i in local] if len(devices) >= launch.local_world_size else devices
+        if len(devices) > launch.local_rank and devices[launch.local_rank].startswith("MIG-"):
+            mine = [devices[launch.local_rank]]
+        if len(mine) == 1:
+            found["LOCAL_RANK"] = 0
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+    return {name: str(value) for name, value in found.items()}
+
+
+def _connect(bridges: Mapping[Ranks, Bridge], rank: int, device: torch.device) -> None:
+    """Collective over every rank: one tiny all-reduce on each payload group, since NCCL connects a group by its first call."""
+    for ranks, bridge in bridges.items():
+        if rank in ranks:
+            ready = torch.zeros(1, device=device)
+            dist.all_reduce(ready, group=bridge.payload)
+            ready.item()  # one communicator at a time
 
 
 def _axis_groups(role: Role, rank: int, backend: str, timeout: timedelta) -> tuple:

@@ -26,7 +26,7 @@ from spmd_rl.batch import (
     row_cost,
     sort_rows,
 )
-from spmd_rl.collectives import all_max, broadcast_object, exchange, gather_rows, start_broadcasts
+from spmd_rl.collectives import all_max, barrier, broadcast_object, exchange, gather_rows, start_broadcasts
 from spmd_rl.mesh import Bridge, RoleMesh
 
 T = TypeVar("T")
@@ -96,9 +96,10 @@ def _move(placed: Placed[Batch], mesh: RoleMesh) -> Batch | None:
     source, local, bridge = placed.mesh, placed.local, mesh.bridge(placed.mesh)
     index = {rank: i for i, rank in enumerate(bridge.ranks)}
     me, holds = index[mesh.world_rank], source.here and source.lane == 0
-    names, width = _agree_schema(local if holds else None, bridge)
+    what = f"move[{source} -> {mesh}]"
+    names, width = _agree_schema(local if holds else None, bridge, what)
     named = torch.stack([local.uid, local.lengths], 1) if holds else torch.zeros(0, 2, dtype=torch.int64)
-    held = [rows.tolist() for rows in gather_rows(named, bridge.control, "move.rows")]  # by index in the bridge
+    held = [rows.tolist() for rows in gather_rows(named, bridge.control, f"{what}.rows")]  # by index in the bridge
     costs: Counter[int] = Counter()
     for uid, length in (row for rows in held for row in rows):
         costs[uid] += row_cost(length)
@@ -118,7 +119,7 @@ def _move(placed: Placed[Batch], mesh: RoleMesh) -> Batch | None:
         else:
             sends.append((route.target, buffer))
     traffic["batch"] += sum(buffer.numel() for _, buffer in sends)
-    exchange(sends, receives, bridge.control, "move.payload")
+    exchange(sends, receives, bridge.control, f"{what}.payload")
     if not mesh.here:
         return None
     shards = [_decode(part, names, width) for part in parts] or [_decode(_Part(torch.empty(0, dtype=torch.uint8), 0), names, width)]
@@ -130,11 +131,11 @@ class _Part(NamedTuple):
     rows: int
 
 
-def _agree_schema(local: Batch | None, bridge: Bridge) -> tuple[list[str], int]:
+def _agree_schema(local: Batch | None, bridge: Bridge, what: str) -> tuple[list[str], int]:
     """(fields present on any rank, the largest T of those with rows): the same on every rank, also where none has rows."""
     present = fields_of(local) if local is not None else {}
     width = local.input_ids.shape[1] if present and len(local) else 0
-    width, *there = all_max([width, *(int(name in present) for name in DTYPES)], bridge.control, "move.schema")
+    width, *there = all_max([width, *(int(name in present) for name in DTYPES)], bridge.control, f"{what}.schema")
     return [name for name, yes in zip(DTYPES, there) if yes], width
 
 
@@ -199,16 +200,19 @@ def _send_buckets(stream: WeightStream, mesh: RoleMesh, dtype: torch.dtype | Non
     communicators in flight on one device may hang (NVIDIA/nccl#195), so there it is gathered afterwards."""
     bridge = mesh.bridge(stream.mesh)
     senders = [bridge.ranks.index(rank) for rank in stream.mesh.ranks]
-    buckets = _buckets(stream, dtype) if stream.mesh.here else iter(())
+    buckets = _buckets(stream) if stream.mesh.here else iter(())
+    barrier(bridge.control, "weights.ready")  # a phase may pass until both sides are here; a payload waits for less
     bucket = next(buckets, None)
     for turn in count():
         sender = senders[turn % len(senders)]
         sends = bridge.ranks[sender] == mesh.world_rank
-        header = [(name, tuple(t.shape), t.dtype, digest(t) if sends else 0) for name, t in bucket] if bucket else None
+        tensors = [_cast(t, dtype) for _, t in bucket] if bucket and sends else []
+        header = [(name, tuple(t.shape), t.dtype, digest(t)) for (name, _), t in zip(bucket or (), tensors)] or None
         header = broadcast_object(header, sender, bridge.control, "weights.header")
         if header is None:
             return
-        tensors = [t for _, t in bucket or ()] or [torch.empty(shape, dtype=t, device=mesh.device) for _, shape, t, _ in header]
+        # Elsewhere it gets memory of its own, also in the source's cell, whose tensors may be live parameters
+        tensors = tensors or [torch.empty(shape, dtype=t, device=mesh.device) for _, shape, t, _ in header]
         arrived = start_broadcasts(tensors, sender, bridge.payload, f"weights[{header[0][0]}...]")
         if mesh.device.type == "cuda":
             arrived()
@@ -227,11 +231,15 @@ def _send_expected(stream: WeightStream, mesh: RoleMesh) -> list[list[float]]:
     return broadcast_object(found, bridge.ranks.index(stream.mesh.ranks[0]), bridge.control, "weights.expected")
 
 
-def _buckets(stream: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[list[tuple[str, Tensor]]]:
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype if dtype and tensor.is_floating_point() else tensor.dtype).contiguous()
+
+
+def _buckets(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     bucket, size = [], 0
     for name, tensor in stream:
-        bucket.append((name, tensor.to(dtype or tensor.dtype).contiguous()))
-        size += bucket[-1][1].nbytes
+        bucket.append((name, tensor))
+        size += tensor.nbytes
         if size >= BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0

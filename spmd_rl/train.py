@@ -111,7 +111,7 @@ def resolve_auto(config: Config) -> Config:
     """`auto` replaced by what this machine has."""
     device = config.trainer.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.device_count() else "cpu"  # is_available() would fix which devices CUDA shows
     dtype = config.engine.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
@@ -327,7 +327,7 @@ def shared_problems(problem: str | None, launch: Launch, store: Any) -> list[str
 
 def fit(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Path) -> int:
     """Collective over the world: makes the roles and trains; the number of steps done."""
-    compare_ledgers(config.debug.ledger)
+    compare_ledgers(world if config.debug.ledger else None, config.debug.ledger_timeout)
     introduce(config, launch, world, parts, run_dir)
     roles = ActorRolloutRefWorker(config, world, parts.model, parts.dialogue(config, world))
     pool, decode = RewardPool(config.reward), parts.decode

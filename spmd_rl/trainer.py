@@ -209,9 +209,11 @@ class RLTrainer:
                 self.kl_coef = state["kl_coef"]
             for role in self._stored():
                 role.load(folder)
-            if self.config.trainer.lookahead and (folder / "inflight").exists():
+            inflight = folder / "inflight"  # without lookahead drawn anew, unless prompts that went on in it would be lost
+            if inflight.exists() and (self.config.trainer.lookahead or self.rollout.limited):
                 self.inflight = Sampled(*load_samples(self.rollout.mesh, folder / "inflight"))
         self.rollout.update_weights(self.actor.weights().to(self.rollout.mesh, self.rollout.dtype), version=start)
+        traffic.clear()  # no step's
         return start
 
     def _save_roles(self, folder: Path) -> None:

@@ -1,11 +1,14 @@
 """Whole training runs, many in one launch. A job is `--config-name tiny` with its overrides; it leaves its run folder
 FOLDER/name, and there `rank0.pt`, ...: of every step the rows that this rank trained on, advantages included.
+
+The world is split once a launch: its jobs place the roles that they have in common alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from spmd_rl import train
 from spmd_rl.batch import fields_of
-from spmd_rl.config import ROLES, TimeoutConfig
-from spmd_rl.launch import detect_launch
+from spmd_rl.config import Config, TimeoutConfig
+from spmd_rl.launch import Launch, detect_launch
 from spmd_rl.mesh import Role, close_world, open_store, split_world
 from spmd_rl.metrics import read_jsonl
+from spmd_rl.placement import Ranks, needed_roles, parse_placement
 from spmd_rl.rewards import RewardPool
 from spmd_rl.trainer import RLTrainer
-from spmd_rl.validation import needed_roles, validate
+from spmd_rl.validation import replica_width, validate
 from tests.forks import fork_ranks
 
 # Ranks are forked, which vLLM does not take
@@ -51,16 +55,12 @@ class RecordingTrainer(RLTrainer):
 def run_jobs(folder: Path) -> None:
     """Runs FOLDER/jobs.json, {name: [override, ...]}, in this order, on every rank."""
     launch, timeouts = detect_launch(), TimeoutConfig(collective=40, phase=40)
-    ranks = tuple(range(launch.world_size))
-    roles = {role: Role(ranks, len(ranks)) for role in ROLES}
-    world = split_world(roles, launch, open_store(launch, timeouts), "cpu", timeouts)
     jobs = json.loads((folder / "jobs.json").read_text())
+    configs = {name: composed(folder / name, overrides, launch) for name, overrides in jobs.items()}
+    world = split_world(shared_roles(configs, launch), launch, open_store(launch, timeouts), "cpu", timeouts)
     pools: list[RewardPool] = []
     train.RLTrainer, train.RewardPool = RecordingTrainer, lambda config: _shared_pool(config, pools)
-    for name, overrides in jobs.items():
-        config, problems = train.compose_config("tiny", None, [*BASE, f"trainer.run_dir={folder / name}", *overrides])
-        problems += validate(config, launch.world_size)
-        assert not problems, problems
+    for name, config in configs.items():
         (folder / name).mkdir(exist_ok=True)
         needed = replace(world, meshes={role: world.meshes[role] for role in needed_roles(config)})
         try:
@@ -70,6 +70,27 @@ def run_jobs(folder: Path) -> None:
     for pool in pools:
         RewardPool.close(pool)
     close_world(world)
+
+
+def composed(run: Path, overrides: list[str], launch: Launch) -> Config:
+    """A later choice of a group stands in for an earlier one."""
+    chosen = {override.partition("=")[0]: override for override in (*BASE, f"trainer.run_dir={run}", *overrides)}
+    config, problems = train.compose_config("tiny", None, list(chosen.values()))
+    problems += validate(config, launch.world_size)
+    assert not problems, problems
+    return config
+
+
+def shared_roles(configs: dict[str, Config], launch: Launch) -> dict[str, Role]:
+    """Every role that any job needs."""
+    ranks: dict[str, Ranks] = {}
+    widths: dict[str, int] = {}
+    for name, config in configs.items():
+        for role, found in parse_placement(config, launch.world_size)[0].items():
+            layout = found, replica_width(config, role)
+            known = ranks.setdefault(role, found), widths.setdefault(role, layout[1])
+            assert layout == known, f"{name} places {role} on {layout}, an earlier job on {known}: launch them apart"
+    return {role: Role(found, len(found) // widths[role]) for role, found in ranks.items()}
 
 
 def _shared_pool(config, pools: list[RewardPool]) -> RewardPool:
@@ -93,7 +114,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 def rows(run: Path) -> list[dict[tuple[int, int], dict[str, torch.Tensor]]]:
     """One dict a step: (uid, sample) -> its fields, per-token fields cut to the row's own tokens, from all ranks together."""
-    ranks = [torch.load(path) for path in sorted(run.glob("rank*.pt"))]
+    ranks = [found for path in sorted(run.glob("rank*.pt")) if (found := torch.load(path))]  # of the ranks with an actor
     steps = []
     for shards in zip(*ranks, strict=True):
         found = {}
@@ -124,3 +145,7 @@ def _flat(path: str, value):
         yield from _flat(path, dict(enumerate(value)))
     else:
         yield path, value
+
+
+if __name__ == "__main__":
+    run_jobs(Path(sys.argv[1]))

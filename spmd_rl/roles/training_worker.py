@@ -125,7 +125,7 @@ class TrainingWorker:
 
     def _weigh(self, local: Batch) -> Batch:
         """The one normaliser: found over the whole batch before micro-batching."""
-        totals = self.all_sum(denominators(local.response_mask))
+        totals = all_sum(denominators(local.response_mask), self.mesh.data_group, f"{self.config.name}.denominators")
         weights = token_weights(local.response_mask, totals, self.config.aggregation, self.config.aggregation_length)
         return make_batch({**fields_of(local), "token_weights": weights})
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from spmd_rl import collectives
+from spmd_rl import collectives, placed
 from spmd_rl.batch import fields_of
 from spmd_rl.config import ConfigError, TimeoutConfig
 from spmd_rl.launch import detect_launch
@@ -144,8 +146,78 @@ def test_split(folder):
     close_world(world)
 
 
+def weights_of(mesh, events):
+    """Seven float32 tensors of 64 bytes and one of integers, on the ranks of the mesh."""
+    for i in range(7 if mesh.here else 0):
+        events.append(f"gather {i}")
+        yield f"w{i}", torch.full((4, 4), i + 1 / 3)
+    if mesh.here:
+        yield "count", torch.tensor([2**40 + 1])
+
+
 @spmd(world_size=4)
-def test_collectives_and_the_ledger(folder):
+def test_weights_cross_in_buckets_of_two_senders_while_the_next_is_gathered(folder):
+    world = world_of({"actor": Role((0, 1), 2), "rollout": Role((2, 3), 1)})
+    actor, rollout = world.meshes["actor"], world.meshes["rollout"]
+    events, start = [], placed.start_broadcasts
+
+    def watched(tensors, source, group, name):
+        events.append(f"start {name}")
+        arrived = start(tensors, source, group, name)
+        return lambda: (events.append("arrived"), arrived())
+
+    placed.start_broadcasts = watched
+    for dtype, per_bucket in ((torch.bfloat16, 2), (None, 1)):
+        placed.BUCKET_BYTES = 64 * per_bucket
+        events.clear()
+        traffic.clear()
+        got = list(WeightStream(actor, weights_of(actor, events) if actor.here else None).to(rollout, dtype))
+        sent = collectives.gather_objects(traffic["weights"], world.control, "sent")
+        if dtype:  # [0 1] [2 3] [4 5] [6, count]: what travels is half as large
+            assert sent == [2 * 64, 64 + 32 + 8, 0, 0]
+        else:  # [0] ... [6] [count]
+            assert sent == [4 * 64, 3 * 64 + 8, 0, 0]
+        if rollout.here:
+            assert [name for name, _ in got] == [*(f"w{i}" for i in range(7)), "count"]
+            assert all(t.dtype == (dtype or torch.float32) for _, t in got[:-1])
+            assert all(torch.equal(t, torch.full((4, 4), i + 1 / 3).to(t.dtype)) for i, (_, t) in enumerate(got[:-1]))
+            assert torch.equal(got[-1][1], torch.tensor([2**40 + 1]))
+        else:  # bucket i + 1 is gathered while bucket i is on its way, and none beyond
+            starts = [at for at, event in enumerate(events) if event.startswith("start")]
+            for i, at in enumerate(starts):
+                arrived = at + events[at:].index("arrived")
+                between, expected = events[at + 1 : arrived], range(per_bucket * (i + 1), min(7, per_bucket * (i + 2)))
+                assert between == [f"gather {k}" for k in expected], (dtype, i, events)
+            assert len(starts) == 4 if dtype else 8
+            assert events[:per_bucket] == [f"gather {i}" for i in range(per_bucket)]
+
+    def tampered(tensors, source, group, name):
+        arrived = start(tensors, source, group, name)
+
+        def changed():
+            arrived()
+            if world.rank == 3 and name == "weights[w4...]":
+                tensors[1].view(torch.uint8)[0] ^= 1  # of w5
+
+        return changed
+
+    placed.start_broadcasts, placed.BUCKET_BYTES = tampered, 128
+    on_its_way = iter(WeightStream(actor, weights_of(actor, []) if actor.here else None).to(rollout, torch.bfloat16))
+    if world.rank == 3:
+        with pytest.raises(RuntimeError, match="weights: w5 is not what rank 0 sent .checksums differ."):
+            list(on_its_way)
+        bridge = rollout.bridge(actor)  # it joins what the others still do
+        header = collectives.broadcast_object(None, 1, bridge.control, "weights.header")
+        rest = [torch.empty(shape, dtype=dtype) for _, shape, dtype, _ in header]
+        start(rest, 1, bridge.payload, "rest")()
+        assert collectives.broadcast_object("", 0, bridge.control, "weights.header") is None
+    else:
+        assert len(list(on_its_way)) == 8 * rollout.here
+    close_world(world)
+
+
+@spmd(world_size=4)
+def test_collectives(folder):
     world = world_of({"actor": Role((0, 1, 2, 3), 4)}, timeout=20.0)
     group, rank = world.control, world.rank
     assert collectives.agree(rank == 2, group, "flag")
@@ -157,11 +229,50 @@ def test_collectives_and_the_ledger(folder):
         stats["rare"] = Sum(5.0)
     values = collectives.reduce_stats(stats, group, "stats")
     assert values == {"sum": 6.0, "mean": 2.0, "max": 3.0, "rare": 5.0}
-    collectives.compare_ledgers(True)
+    close_world(world)
+
+
+@spmd(world_size=4)
+def test_the_ledger_names_who_diverged(folder):
+    """A rank that calls another collective is named at once, one that does not come within `debug.ledger_timeout`."""
+    world = world_of({"actor": Role((0, 1), 2), "ref": Role((0, 1), 1), "rollout": Role((2, 3), 1)})
+    actor, ref, rollout = (world.meshes[name] for name in ("actor", "ref", "rollout"))
+    group, rank, batch = world.control, world.rank, whole()
+    collectives.compare_ledgers(world, 10)
+    start = time.monotonic()
     collectives.barrier(group, "together")
-    with pytest.raises(RuntimeError, match="rank 0 of the group entered 'train', rank 2 entered 'save'.*together"):
+    check_complete(dealt(batch, rollout).to(actor), batch)
+    called_another = "ranks 0-1,3 entered 'train' of ranks 0-3; rank 2 entered 'save' of ranks 0-3. Before it: .*together"
+    with pytest.raises(RuntimeError, match=called_another):
         collectives.barrier(group, "save" if rank == 2 else "train")
-    collectives.compare_ledgers(False)
+    onto = re.escape("rank 0 entered 'move[0-1/2 -> 0-1/2].schema' of ranks 0-1; rank 1 entered 'move[0-1/2 -> 0-1/1].schema'")
+    if actor.here:  # the same ranks, another layout
+        with pytest.raises(RuntimeError, match=onto):
+            dealt(batch, actor).to(ref if rank == 1 else actor)
+    lost = len(collectives._turns)
+    collectives.barrier(group, "together again")
+    assert len(collectives._turns) == lost and time.monotonic() - start < 9
+
+    start = time.monotonic()  # rank 0 moves within its cell, the others to the other one
+    within, across = "'move[0-1/2 -> 0-1/2].schema' of ranks 0-1", "'move[0-1/2 -> 2-3/1].schema' of ranks 0-3"
+    said = f"rank 0 did not within 10 s (debug.ledger_timeout), its last collective: {within}"
+    if rank == 0:
+        said = f"rank 0 entered {within}; rank 1 did not within 10 s (debug.ledger_timeout), its last collective: {across}"
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        dealt(batch, actor).to(actor if rank == 0 else rollout)
+    assert 9 < time.monotonic() - start < 14
+    dist.barrier(group=group)
+
+    start = time.monotonic()  # rank 3 does not stop, and goes on to its next call
+    stop, same = "'stop' of ranks 0-3", "'generate.same' of ranks 2-3"
+    said = f"ranks 0-2 entered {stop}; rank 3 did not within 10 s (debug.ledger_timeout), its last collective: {same}"
+    if rank == 3:
+        said = f"rank 3 entered {same}; rank 2 did not within 10 s (debug.ledger_timeout), its last collective: {stop}"
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        collectives.all_max([1], *((rollout.lane_group, "generate.same") if rank == 3 else (group, "stop")))
+    assert 9 < time.monotonic() - start < 14
+    dist.barrier(group=group)
+    collectives.compare_ledgers(None)
     close_world(world)
 
 

@@ -96,11 +96,11 @@ def test_auto_takes_what_the_machine_has(monkeypatch):
         assert problems == []
         return config.trainer.device, config.engine.dtype, config.rollout.dtype
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert found() == ("cpu", "float32", "float32")
     assert found("engine.dtype=bfloat16") == ("cpu", "bfloat16", "bfloat16")
     assert found("engine.dtype=bfloat16", "rollout.dtype=float32") == ("cpu", "bfloat16", "float32")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert found() == ("cuda", "bfloat16", "bfloat16")
     assert found("trainer.device=cpu") == ("cpu", "float32", "float32")
 
@@ -113,14 +113,14 @@ def test_auto_of_the_rollout_follows_its_dtype(monkeypatch):
         assert problems == [] and validate(config, 1) == []
         return config.rollout.max_logprob_diff, config.algorithm.rollout_correction, config.rollout.max_model_len
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert found() == (1e-3, "off", 32 + 8)
     assert found("rollout.dtype=bfloat16") == (0, "token-truncate", 40)
     assert found("engine.dtype=bfloat16", "rollout.dtype=float32") == (0, "off", 40)
     assert found("rollout.min_response_tokens=2") == (0, "off", 40)
     given = ["rollout.max_logprob_diff=0.5", "algorithm.rollout_correction=sequence-mask", "rollout.max_model_len=100"]
     assert found("rollout.dtype=bfloat16", *given) == (0.5, "sequence-mask", 100)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert found("rollout=hf") == (0, "token-truncate", 40)
     assert found("rollout=hf", "engine.dtype=float32") == (0, "off", 40)
 
