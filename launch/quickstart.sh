@@ -14,7 +14,7 @@ overrides=()
 if [ "$gpus" -gt 0 ]; then
     # A power of two divides the prompts of a step.
     nproc=1
-    while [ $((nproc * 2)) -le "$gpus" ] && [ "$nproc" -lt 8 ]; do nproc=$((nproc * 2)); done
+    while [ $((nproc * 2)) -le "$gpus" ] && [ "$nproc" -lt 4 ]; do nproc=$((nproc * 2)); done
 elif grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then
     overrides+=(engine.dtype=bfloat16)
 fi

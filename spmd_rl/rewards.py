@@ -251,12 +251,6 @@ class RewardPool:
         initargs = (config, search_path())
         self._pool = ProcessPool(config.workers, initializer=_start_worker, initargs=initargs, context=WorkerContext())
 
-    def check(self, rows: list[dict] | tuple = ()) -> None:
-        """Raises ValueError with every problem of the configuration and of the `rows`' answers. Calls no reward."""
-        found = problems(self.config, rows)
-        if found:
-            raise ValueError("\n".join(found))
-
     def score(self, samples: list[Sample]) -> Scores:
         """Raises RuntimeError with the first failure where `reward.on_error` is raise."""
         names = list(self.config.functions)
