@@ -214,7 +214,8 @@ def _range_problems(config: Config) -> list[str]:
     at_least = {
         1: "data.prompts_per_step data.max_prompt_tokens rollout.n rollout.max_response_tokens rollout.max_batch_rows "
         "rollout.tensor_parallel_size rollout.block_size algorithm.epochs algorithm.num_mini_batches "
-        "trainer.total_steps trainer.val_n engine.logprob_chunk algorithm.rollout_correction_cap",
+        "trainer.total_steps trainer.val_n engine.logprob_chunk algorithm.rollout_correction_cap timeouts.collective "
+        "timeouts.phase debug.ledger_timeout",
         0: "rollout.temperature rollout.min_response_tokens optimizer.warmup_steps optimizer.weight_decay "
         "optimizer.learning_rate optimizer.clip_grad_norm trainer.save_every trainer.eval_every trainer.keep trainer.seed "
         "trainer.sample_rows trainer.min_free_gb rollout.max_logprob_diff rollout.max_step_tokens rollout.max_step_seconds "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -88,10 +87,8 @@ def test_a_rank_that_skips_a_collective_is_named(tmp_path):
     codes, shown, status = ended(start(tmp_path, 3, *ledger), tmp_path)
     assert codes == [1, 1, 1] and seconds_since(tmp_path) < 20
     assert shown.count("Traceback (most recent call last)") == 1
-    assert re.search(
-        r"ranks diverged: ranks 0,2 entered 'actor.all_sum.1. float32' of ranks 0-2; rank 1 entered 'actor.denominators.*' of ranks 0-2",
-        status["error"],
-    )
+    called = "ranks 0,2 entered 'actor.all_sum[1] float32' of ranks 0-2; rank 1 entered 'actor.denominators"
+    assert called in status["error"]
 
 
 @pytest.mark.parametrize("failing", ["second", "first"])
