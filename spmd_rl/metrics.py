@@ -5,7 +5,7 @@ A run folder, `trainer.run_dir`:
     config.yaml               the composed configuration
     status.json               where the run is, or how it ended
     metrics.jsonl             a line a step: {"step": 3, "reward/mean": 0.51, ...}; null is NaN or infinite. Training
-                              steps are 1..N, 0 is before training; `val/...` is of the weights after the step (with lookahead: one line later)
+                              steps are 1..N, 0 before; `val/...` is of the weights after it (lookahead: a line later)
     samples.jsonl             a line a sample: {"step": 3, "prompt": ..., "response": ..., "reward": ...}
     checkpoints/step_000010/  the state after step 10
     tensorboard/ wandb/       where `logger` asks for them
