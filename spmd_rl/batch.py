@@ -93,6 +93,26 @@ def make_batch(tensors: dict[str, Tensor]) -> Batch:
     return Batch(**tensors, batch_size=[tensors["uid"].shape[0]])
 
 
+def text_batch(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, uid: Tensor, sample: Tensor) -> Batch:
+    """Rows of given tokens, [B, T] and [B] each: every token after the prompt is a response, drawn by nobody."""
+    place, zeros = torch.arange(ids.shape[1]), torch.zeros_like(uid)
+    return make_batch(
+        {
+            "input_ids": ids,
+            "prompt_lengths": prompt_lengths,
+            "lengths": lengths,
+            "response_mask": (place >= prompt_lengths[:, None]) & (place < lengths[:, None]),
+            "uid": uid,
+            "sample": sample,
+            "row": zeros,
+            "data_source": zeros,
+            "policy_version": torch.zeros_like(ids, dtype=torch.int32),
+            "truncated": zeros.bool(),
+            "temperature": torch.ones(len(uid)),
+        }
+    )
+
+
 def sort_rows(batch: Batch) -> Batch:
     """Rows in the order of (uid, sample), the one order of every shard."""
     names = list(zip(batch.uid.tolist(), batch.sample.tolist()))

@@ -256,7 +256,7 @@ def tokenize(rows: list[dict], name: str, tokenizer: Any, template_kwargs: dict[
             bad.append(f"{place}: ends with the assistant's turn - move that text to `answer`")
             continue
         try:
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **template_kwargs)
+            text = chat_text(tokenizer, template_kwargs, chat)
         except TemplateError as error:
             bad.append(f"{place}: refused by the model's chat template: {error} - change the roles")
             continue
@@ -323,10 +323,14 @@ def observation_tokens(
     return tokens
 
 
+def chat_text(tokenizer: Any, template_kwargs: dict[str, Any], messages: list[dict]) -> str:
+    """A chat, rendered by the tokenizer's template up to where the assistant speaks."""
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
+
+
 def chat_tokens(tokenizer: Any, template_kwargs: dict[str, Any], messages: list[dict]) -> list[int]:
-    """Token ids of a chat, rendered by the tokenizer's template up to where the assistant speaks."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    """Token ids of `chat_text`."""
+    return tokenizer(chat_text(tokenizer, template_kwargs, messages), add_special_tokens=False)["input_ids"]
 
 
 def fingerprint(rows: list[dict]) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from spmd_rl.batch import Batch, TokenOutput, make_batch
+from spmd_rl.batch import Batch, TokenOutput, text_batch
 from spmd_rl.config import AGREEMENT
 from spmd_rl.engine.attention import NAME
 from spmd_rl.engine.base import BaseEngine, held_bytes, lr_multiplier
@@ -297,21 +297,5 @@ def _check_rows(vocabulary: int):
     """Two siblings of a 5-token prompt with responses of 4 and 3 tokens."""
     ids = torch.randint(vocabulary, (2, 9), generator=torch.Generator().manual_seed(0))
     ids[1, :5] = ids[0, :5]
-    lengths = torch.tensor([9, 8])
-    columns = torch.arange(9)
-    zeros = torch.zeros(2, dtype=torch.int64)
-    return make_batch(
-        {
-            "input_ids": ids,
-            "prompt_lengths": zeros + 5,
-            "lengths": lengths,
-            "response_mask": (columns >= 5) & (columns < lengths[:, None]),
-            "uid": zeros,
-            "sample": torch.tensor([0, 1]),
-            "row": zeros,
-            "data_source": zeros,
-            "policy_version": torch.zeros(2, 9, dtype=torch.int32),
-            "truncated": zeros.bool(),
-            "temperature": torch.ones(2),
-        }
-    )
+    two = torch.tensor([0, 1])
+    return text_batch(ids, torch.full((2,), 5), 9 - two, 0 * two, two)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from spmd_rl.batch import Batch, fields_of, make_batch, plan_micro_batches
+from spmd_rl.batch import Batch, fields_of, make_batch, plan_micro_batches, text_batch
 from spmd_rl.collectives import all_max, all_max_float, all_sum
 from spmd_rl.config import CheckpointConfig, EngineConfig, OptimizerConfig
 from spmd_rl.engine.base import BaseEngine, EngineModel, LossFunction
@@ -158,23 +158,8 @@ class TrainingWorker:
 def probe_batch(probe: Sequence[Sequence[int]]) -> Batch:
     """Rows of one prompt token each, the rest being responses."""
     ids = pad_sequence([torch.tensor(row) for row in probe], batch_first=True) if probe else torch.zeros(0, 0, dtype=torch.int64)
-    lengths, ones = torch.tensor([len(row) for row in probe], dtype=torch.int64), torch.ones(len(probe), dtype=torch.int64)
-    place = torch.arange(ids.shape[1])
-    return make_batch(
-        {
-            "input_ids": ids,
-            "prompt_lengths": ones,
-            "lengths": lengths,
-            "response_mask": (place > 0) & (place < lengths[:, None]),
-            "uid": torch.arange(len(probe)),
-            "sample": 0 * ones,
-            "row": 0 * ones,
-            "data_source": 0 * ones,
-            "policy_version": torch.zeros_like(ids, dtype=torch.int32),
-            "truncated": torch.zeros(len(probe), dtype=torch.bool),
-            "temperature": torch.ones(len(probe)),
-        }
-    )
+    lengths, uid = torch.tensor([len(row) for row in probe], dtype=torch.int64), torch.arange(len(probe))
+    return text_batch(ids, torch.ones_like(uid), lengths, uid, torch.zeros_like(uid))
 
 
 def _split(batch: Batch, plan: list[list[int]]) -> list[Batch]:
