@@ -100,6 +100,10 @@ class BaseEngine(ABC):
         """Streams (HF name, full tensor) to every rank, one at a time, in one order."""
 
     @abstractmethod
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """As `weights`, the gradient that the next `optimizer_step` would use, before clipping."""
+
+    @abstractmethod
     def to(self, device: torch.device, model: bool = True, optimizer: bool = True) -> None:
         """Moves parameters and optimizer state."""
 

@@ -227,9 +227,15 @@ class EagerEngine(BaseEngine):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in full_tensors(self.module.lm.named_parameters()):
+        return self._stream((name, p) for name, p in self.module.lm.named_parameters())
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return self._stream((name, p.grad) for name, p in self.module.lm.named_parameters())
+
+    @torch.no_grad()
+    def _stream(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in full_tensors(named):
             yield from to_checkpoint(name, tensor)
 
     def to(self, device: torch.device, model: bool = True, optimizer: bool = True) -> None:

@@ -45,7 +45,14 @@ def replica_width(config: FSDPConfig) -> int:
     return 1
 
 
-def problems(config: FSDPConfig, num_ranks: int) -> list[str]:
+LAYOUTS = {
+    "dp2": (2, {"shard_size": 1}),
+    "fsdp2": (2, {"shard_size": 2}),
+    "hsdp2x2": (4, {"shard_size": 2}),
+}
+
+
+def problems(config: FSDPConfig, num_ranks: int, model: dict | None = None) -> list[str]:
     """What this engine cannot do with this configuration; needs no process group."""
     found = []
     if config.shard_size is not None and (config.shard_size < 1 or num_ranks % config.shard_size):

@@ -13,8 +13,11 @@ DEVICES = ("cpu", "cuda")
 class EngineRegistry:
     """The table (model_type, backend, device) -> `package.module:Class`.
 
-    Beside the class its module holds `Config`, the backend's dataclass, and `problems(config, num_ranks) -> list[str]`;
-    both must import without the backend's own package."""
+    Beside the class its module holds, all importable without the backend's own package:
+    `Config`, the backend's dataclass;
+    `problems(config, num_ranks, model=None) -> list[str]`: what it cannot do, `model` being the parsed config.json once known;
+    `replica_width(config) -> int`: ranks that work on the same rows;
+    `LAYOUTS: dict[str, tuple[int, dict]]`: parallelisms that tests hold to their numbers, name -> (ranks, Config options)."""
 
     _rows: dict[tuple[str, str, str], str] = {}
     _extras = {"megatron": "megatron", "torchtitan": "torchtitan", "veomni": "veomni"}
@@ -32,7 +35,7 @@ class EngineRegistry:
 
     @classmethod
     def module(cls, backend: str) -> Any:
-        """The module of a backend's class, for its `Config`, `problems` and `replica_width`. Raises ValueError when unknown."""
+        """The module of a backend's class, for what stands beside the class. Raises ValueError when unknown."""
         path = next((path for (_, name, _), path in cls._rows.items() if name == backend), backend)
         if ":" not in path:
             raise ValueError(f"unknown engine '{backend}'; registered: {', '.join(cls.backends())}, or module:Class")
