@@ -93,11 +93,11 @@ class Bench:
 
     def stream(self, shard_size: int, dtype) -> int:
         """Bytes that arrived here, where nothing keeps them."""
-        return sum(tensor.nbytes for _, tensor in self.actors[shard_size].weights().to(self.target, dtype))
+        return sum(tensor.nbytes for _, tensor in self.actors[shard_size].weights(0).to(self.target, dtype))
 
     def prepare(self, dtype) -> None:
         """What the actor does to a stream besides sending it: casts, and sums up."""
-        for _, tensor in self.actors[1].weights():
+        for _, tensor in self.actors[1].weights(0):
             placed.digest(tensor.to(dtype))
 
     def broadcasts(self, dtype) -> dict[str, Callable[[], None]]:

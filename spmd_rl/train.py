@@ -34,11 +34,12 @@ from spmd_rl.batch import Sampling
 from spmd_rl.collectives import compare_ledgers, gather_objects
 from spmd_rl.config import Config, ConfigError, TimeoutConfig, TrainerConfig
 from spmd_rl.data import PromptSource, chat_tokens, observation_tokens
+from spmd_rl.engine.half import cpu_has_bf16
 from spmd_rl.launch import AbortWatch, Launch, detect_launch
 from spmd_rl.mesh import Role, World, close_world, describe, open_store, split_world
 from spmd_rl.metrics import make_writers
 from spmd_rl.models import check_torchvision, resolve_model
-from spmd_rl.placement import parse_placement
+from spmd_rl.placement import Ranks, parse_placement
 from spmd_rl.rewards import RewardPool
 from spmd_rl.rewards import problems as reward_problems
 from spmd_rl.roles.actor_rollout_ref import ActorRolloutRefWorker
@@ -46,7 +47,7 @@ from spmd_rl.roles.dialogue import EnvironmentDialogue
 from spmd_rl.roles.generation import RolloutModel
 from spmd_rl.scoring import Scorer
 from spmd_rl.trainer import RLTrainer
-from spmd_rl.validation import replica_width, typed, unknown, validate
+from spmd_rl.validation import engine_problems, replica_width, typed, unknown, validate
 
 FREE_FORM = ("reward.functions", "reward.kwargs", "data.train_kwargs", "data.val_kwargs", "data.chat_template_kwargs")
 CONFIG_ERROR = 2  # exit code, and `code` in the run's status.json
@@ -112,9 +113,12 @@ def resolve_auto(config: Config) -> Config:
     device = config.trainer.device
     if device == "auto":
         device = "cuda" if torch.cuda.device_count() else "cpu"  # is_available() would fix which devices CUDA shows
-    dtype = config.engine.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
+
+    def chosen(engine: Any) -> Any:
+        auto = engine is not None and engine.dtype == "auto"
+        return replace(engine, dtype="bfloat16" if device == "cuda" else "float32") if auto else engine
+
+    dtype = chosen(config.engine).dtype
     given = config.rollout
     sampled = dtype if given.dtype == "auto" else given.dtype
     exact = device == "cpu" and dtype == sampled == "float32" and not given.min_response_tokens
@@ -131,7 +135,9 @@ def resolve_auto(config: Config) -> Config:
     return replace(
         config,
         trainer=replace(config.trainer, device=device),
-        engine=replace(config.engine, dtype=dtype),
+        engine=chosen(config.engine),
+        ref=replace(config.ref, engine=chosen(config.ref.engine)),
+        critic=replace(config.critic, engine=chosen(config.critic.engine)),
         rollout=rollout,
         algorithm=replace(config.algorithm, rollout_correction=correction),
     )
@@ -229,12 +235,16 @@ class Parts:
 
     Raises ValueError, ImportError or OSError: what the user has to mend."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, placement: dict[str, Ranks]):
         folder = resolve_model(config.model.path)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
         eos = GenerationConfig.from_pretrained(folder).eos_token_id if (Path(folder) / "generation_config.json").exists() else None
         ids = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-        heads = json.loads((Path(folder) / "config.json").read_text()).get("num_attention_heads", 1)
+        folders = {role: resolve_model(config.critic.path or folder) if role == "critic" else folder for role in placement}
+        models = {role: json.loads((Path(where) / "config.json").read_text()) for role, where in folders.items()}
+        if found := engine_problems(config, placement, models):
+            raise ValueError("\n".join(found))
+        heads = models["rollout"].get("num_attention_heads", 1)
         if heads % config.rollout.tensor_parallel_size:
             fits = [n for n in range(1, heads + 1) if heads % n == 0]
             raise ValueError(
@@ -289,13 +299,13 @@ def run(config: Config, launch: Launch, run_dir: Path) -> int:
 def job(config: Config, launch: Launch, store: Any, run_dir: Path) -> int:
     """Collective over every rank; the exit code."""
     parts, problem = None, None
+    placement, _ = parse_placement(config, launch.world_size, launch.local_world_size)
     try:
-        parts = Parts(config)
+        parts = Parts(config, placement)
     except (ValueError, ImportError, OSError) as error:
         problem = str(error)
     if problems := shared_problems(problem, launch, store):
         return refuse(run_dir, launch, problems)
-    placement, _ = parse_placement(config, launch.world_size, launch.local_world_size)
     roles = {name: Role(ranks, len(ranks) // replica_width(config, name)) for name, ranks in placement.items()}
     world = split_world(roles, launch, store, config.trainer.device, config.timeouts)
     try:
@@ -363,10 +373,6 @@ def writers(config: Config, launch: Launch, run_dir: Path, start: int) -> list:
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
     write_status(run_dir, -1, "running")
     return make_writers(config.logger, run_dir, config.trainer.total_steps, start + 1 if start else 0, asdict(config))
-
-
-def cpu_has_bf16() -> bool:
-    return any(torch.cpu.get_capabilities().get(flag) for flag in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
 def introduce(config: Config, launch: Launch, world: World, parts: Parts, run_dir: Path) -> None:

@@ -94,7 +94,7 @@ class RLTrainer:
                 break
         else:
             if config.export_hf:
-                export_hf(self.actor.weights(), self.model_folder, Path(config.run_dir) / "hf", self.config.engine.dtype)
+                export_hf(self.actor.weights(done), self.model_folder, Path(config.run_dir) / "hf", self.config.engine.dtype)
         for writer in self.writers:
             writer.close()
         return done
@@ -132,8 +132,12 @@ class RLTrainer:
                 if not self._warms_up(step):
                     stats = add_stats(stats, actor.train_batch(mini, policy_loss, self.keep, self.limits))
         with phases("weights"):
-            self.rollout.update_weights(actor.weights().to(self.rollout.mesh, self.rollout.dtype), version=step + 1)
+            self.update_rollout(step + 1)
         return stats, samples.shown
+
+    def update_rollout(self, version: int) -> None:
+        """Collective over both: the rollout gets the actor's weights, which `version` steps have made."""
+        self.rollout.update_weights(self.actor.weights(version).to(self.rollout.mesh, self.rollout.dtype), version)
 
     def sample(self, step: int) -> Sampled:
         """Collective over the rollout mesh: the scored samples of a step."""
@@ -212,7 +216,7 @@ class RLTrainer:
             inflight = folder / "inflight"  # without lookahead drawn anew, unless prompts that went on in it would be lost
             if inflight.exists() and (self.config.trainer.lookahead or self.rollout.limited):
                 self.inflight = Sampled(*load_samples(self.rollout.mesh, folder / "inflight"))
-        self.rollout.update_weights(self.actor.weights().to(self.rollout.mesh, self.rollout.dtype), version=start)
+        self.update_rollout(start)
         traffic.clear()  # no step's
         return start
 

@@ -25,11 +25,13 @@ from spmd_rl.config import (
     AlgorithmConfig,
     Config,
     closest,
+    engine_of,
     resolve,
 )
+from spmd_rl.placement import Ranks, parse_placement, tensor_parallel_problems
 from spmd_rl.placement import needed_roles as needed_roles
-from spmd_rl.placement import parse_placement, tensor_parallel_problems
 
+ENGINE_PATHS = ("engine", "ref.engine", "critic.engine")
 MISSING = "???"  # Hydra's mark of a value that the user must give
 
 
@@ -37,17 +39,8 @@ def typed(raw: dict[str, Any]) -> tuple[Config, list[str]]:
     """A composed plain dict as a Config, with every unknown key and wrong type as a problem (that key keeps its default)."""
     problems: list[str] = []
     schema = OmegaConf.structured(Config)
-    engines = resolve(REGISTRY, {})
-    engine = raw.get("engine", {})
-    if not isinstance(engine, dict):
-        problems.append(f"engine: {engine} is no section of keys - set engine.backend and what else it needs")
-        raw = {key: value for key, value in raw.items() if key != "engine"}
-        engine = {}
-    backend = engine.get("backend", "fsdp")
-    if (module := _engine_module(backend)) is not None:
-        schema.engine = OmegaConf.structured(module.Config)
-    else:
-        problems.append(unknown("engine.backend", backend, [*engines.backends(), "module:Class"]))
+    for path in ENGINE_PATHS:
+        raw = _type_engine(path, raw, schema, problems)
     for path, value in _leaves(raw, schema):
         parent, _, key = path.rpartition(".")
         node = OmegaConf.select(schema, parent) if parent else schema
@@ -68,6 +61,27 @@ def typed(raw: dict[str, Any]) -> tuple[Config, list[str]]:
             problems.append(f"{path}: {str(error).splitlines()[0]} - set a {_type_name(node, key)}")
     config: Any = OmegaConf.to_object(schema)
     return config, problems
+
+
+def _type_engine(path: str, raw: dict[str, Any], schema: DictConfig, problems: list[str]) -> dict[str, Any]:
+    """Gives the section at `path` the dataclass of its backend; `raw`, without the section where it is none."""
+    *parents, key = path.split(".")
+    section = raw
+    for parent in parents:
+        section = section.get(parent) if isinstance(section.get(parent), dict) else {}
+    engine = section.get(key, None if parents else {})
+    if engine is None:
+        return raw
+    if not isinstance(engine, dict):
+        problems.append(f"{path}: {engine} is no section of keys - set {path}.backend and what else it needs")
+        without = {name: value for name, value in section.items() if name != key}
+        return {**raw, parents[0]: without} if parents else without
+    backend = engine.get("backend", "fsdp")
+    if (module := _engine_module(backend)) is not None:
+        OmegaConf.update(schema, path, OmegaConf.structured(module.Config), merge=False, force_add=True)
+    else:
+        problems.append(unknown(f"{path}.backend", backend, [*resolve(REGISTRY, {}).backends(), "module:Class"]))
+    return raw
 
 
 def _leaves(raw: dict[str, Any], schema: DictConfig, prefix: str = ""):
@@ -111,7 +125,8 @@ def replica_width(config: Config, role: str) -> int:
     """Ranks that work on the same rows of a role."""
     if role == "rollout":
         return config.rollout.tensor_parallel_size
-    return resolve(REGISTRY, {}).module(config.engine.backend).replica_width(config.engine)
+    engine = engine_of(config, role)
+    return resolve(REGISTRY, {}).module(engine.backend).replica_width(engine)
 
 
 def validate(config: Config, world_size: int, local_world_size: int | None = None) -> list[str]:
@@ -124,7 +139,7 @@ def validate(config: Config, world_size: int, local_world_size: int | None = Non
             "trainer.lookahead: 1 overlaps nothing where actor and rollout share their ranks - set 0, or placement=split"
         )
     problems += _value_problems(config) + _rollout_problems(config)
-    if (module := _engine_module(config.engine.backend)) is not None:
+    if all(_engine_module(engine_of(config, role).backend) for role in placement):
         for role, ranks in placement.items():
             width = replica_width(config, role)
             if width < 1 or len(ranks) % width:
@@ -132,12 +147,39 @@ def validate(config: Config, world_size: int, local_world_size: int | None = Non
                 problems.append(f"{key}: {len(ranks)} ranks are no multiple of {width}, the ranks of a replica of {role}")
             elif role == "rollout":
                 problems += tensor_parallel_problems(ranks, width, local_world_size or world_size)
-            else:
-                problems += [p for p in module.problems(config.engine, len(ranks)) if p not in problems]
+        problems += engine_problems(config, placement)
         problems += _batch_problems(config, {role: len(r) // max(1, replica_width(config, role)) for role, r in placement.items()})
     for family, section in (("rewards", config.reward), ("environments", config.environment)):
         problems += resolve(f"spmd_rl.{family}:problems", {})(section)
     return problems
+
+
+def engine_problems(config: Config, placement: dict[str, Ranks], models: dict[str, dict] | None = None) -> list[str]:
+    """What the engines of the training roles cannot do; `models`: the parsed config.json of each role's model, once known."""
+    registry, found = resolve(REGISTRY, {}), []
+    for role, ranks in placement.items():
+        if role == "rollout":
+            continue
+        engine, path = engine_of(config, role), "engine" if engine_of(config, role) is config.engine else f"{role}.engine"
+        model_type = "value_model" if role == "critic" else "language_model"
+        if not registry.offers(model_type, engine.backend, config.trainer.device):
+            able = [b for b in registry.backends() if registry.offers(model_type, b, config.trainer.device)]
+            found.append(
+                f"{role}.engine: {engine.backend} trains no {model_type} on {config.trainer.device} - "
+                f"set {role}.engine.backend to one of {', '.join(able)}"
+            )
+            continue
+        module = registry.module(engine.backend)
+        said = module.problems(engine, len(ranks), (models or {}).get(role))
+        found += [path + line.removeprefix("engine") for line in said]
+        for other in (o for o in placement if o not in ("rollout", role) and set(placement[o]) == set(ranks)):
+            theirs = engine_of(config, other)
+            if theirs.backend == engine.backend and module.process_layout(theirs) != module.process_layout(engine):
+                found.append(
+                    f"{path}: {engine.backend} keeps one parallel layout a process, and {role} shares its ranks with {other}, "
+                    f"whose layout is another - set the same, another backend, or ranks of their own (placement.{role})"
+                )
+    return list(dict.fromkeys(found))
 
 
 def _rollout_problems(config: Config) -> list[str]:
@@ -162,6 +204,11 @@ def _rollout_problems(config: Config) -> list[str]:
         found.append(
             f"rollout.max_model_len: {rollout.max_model_len} leaves no room for a prompt beside rollout.max_response_tokens "
             f"({rollout.max_response_tokens}) - set {config.data.max_prompt_tokens + rollout.max_response_tokens}"
+        )
+    if (config.engine.backend, rollout.backend) == ("veomni", "vllm"):
+        found.append(
+            "rollout.backend: vllm needs transformers 5.16 to 5.19, engine.backend=veomni needs 5.9: no interpreter has both - "
+            "set rollout=hf, or engine=fsdp"
         )
     module = ROLLOUTS.get(rollout.backend, rollout.backend).partition(":")[0]
     try:
@@ -197,9 +244,7 @@ def _range_problems(config: Config) -> list[str]:
     problems = []
     choices = {
         "data.over_long": ("error", "drop", "truncate"),
-        "engine.dtype": DTYPES,
         "rollout.dtype": DTYPES,
-        "engine.matmul_precision": ("highest", "high", "medium"),
         "optimizer.schedule": SCHEDULES,
         "critic.optimizer.schedule": SCHEDULES,
         "algorithm.aggregation": AGGREGATIONS,
@@ -208,13 +253,16 @@ def _range_problems(config: Config) -> list[str]:
         "trainer.device": ("cpu", "cuda"),
         "logger.wandb_mode": ("offline", "online", "disabled"),
     }
+    engines = [path for path in ENGINE_PATHS if _get(config, path) is not None]
+    choices |= {f"{path}.dtype": DTYPES for path in engines}
+    choices |= {f"{path}.matmul_precision": ("highest", "high", "medium") for path in engines}
     for path, allowed in choices.items():
         if (value := _get(config, path)) not in allowed:
             problems.append(unknown(path, value, allowed))
     at_least = {
         1: "data.prompts_per_step data.max_prompt_tokens rollout.n rollout.max_response_tokens rollout.max_batch_rows "
         "rollout.tensor_parallel_size rollout.block_size algorithm.epochs algorithm.num_mini_batches "
-        "trainer.total_steps trainer.val_n engine.logprob_chunk algorithm.rollout_correction_cap timeouts.collective "
+        "trainer.total_steps trainer.val_n algorithm.rollout_correction_cap timeouts.collective "
         "timeouts.phase debug.ledger_timeout",
         0: "rollout.temperature rollout.min_response_tokens optimizer.warmup_steps optimizer.weight_decay "
         "optimizer.learning_rate optimizer.clip_grad_norm trainer.save_every trainer.eval_every trainer.keep trainer.seed "
@@ -222,9 +270,12 @@ def _range_problems(config: Config) -> list[str]:
         "algorithm.kl_coef algorithm.clip_ratio algorithm.gamma algorithm.lam critic.warmup_steps critic.optimizer.warmup_steps "
         "critic.optimizer.learning_rate critic.optimizer.weight_decay critic.optimizer.clip_grad_norm",
     }  # fmt: skip
+    chunks = [f"{path}.logprob_chunk" for path in engines]
     for least, paths in at_least.items():
         problems += [
-            f"{p}: {_get(config, p)} is too small - set at least {least}" for p in paths.split() if _get(config, p) < least
+            f"{p}: {_get(config, p)} is too small - set at least {least}"
+            for p in (*paths.split(), *(chunks if least else ()))
+            if _get(config, p) < least
         ]
     return problems
 
@@ -303,7 +354,7 @@ def _critic_problems(config: Config) -> list[str]:
 def _batch_problems(config: Config, replicas: dict[str, int]) -> list[str]:
     """The batch arithmetic, with the nearest values that work."""
     prompts, n, minis = config.data.prompts_per_step, config.rollout.n, config.algorithm.num_mini_batches
-    budget, longest = config.engine.max_tokens_per_micro_batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     shown = f"{prompts} prompts x {n} samples a step, {minis} mini-batches, {replicas.get('actor')} data-parallel replicas"
     problems = []
     if minis > 0 and prompts % minis:
@@ -316,11 +367,12 @@ def _batch_problems(config: Config, replicas: dict[str, int]) -> list[str]:
                 f"data.prompts_per_step: {shown}: a mini-batch of {prompts // minis} prompts leaves some of the {count} replicas "
                 f"of {role} without work - set at least {count * minis}"
             )
-    if budget < longest:
-        problems.append(
-            f"engine.max_tokens_per_micro_batch: {budget} is less than data.max_prompt_tokens + rollout.max_response_tokens "
-            f"({config.data.max_prompt_tokens} + {config.rollout.max_response_tokens}) - set at least {longest}"
-        )
+    for path in ENGINE_PATHS:
+        if _get(config, path) is not None and (budget := _get(config, path).max_tokens_per_micro_batch) < longest:
+            problems.append(
+                f"{path}.max_tokens_per_micro_batch: {budget} is less than data.max_prompt_tokens + rollout.max_response_tokens "
+                f"({config.data.max_prompt_tokens} + {config.rollout.max_response_tokens}) - set at least {longest}"
+            )
     if n == 1 and config.algorithm.advantage in ("grpo", "rloo"):
         problems.append(
             f"rollout.n: {config.algorithm.advantage} compares the samples of a prompt, and there is 1 - set at least 2"

@@ -22,7 +22,7 @@ from spmd_rl.config import Config, TimeoutConfig
 from spmd_rl.launch import Launch, detect_launch
 from spmd_rl.mesh import Role, close_world, open_store, split_world
 from spmd_rl.metrics import read_jsonl
-from spmd_rl.placement import Ranks, needed_roles, parse_placement
+from spmd_rl.placement import parse_placement
 from spmd_rl.rewards import RewardPool
 from spmd_rl.trainer import RLTrainer
 from spmd_rl.validation import replica_width, validate
@@ -62,9 +62,10 @@ def run_jobs(folder: Path) -> None:
     train.RLTrainer, train.RewardPool = RecordingTrainer, lambda config: _shared_pool(config, pools)
     for name, config in configs.items():
         (folder / name).mkdir(exist_ok=True)
-        needed = replace(world, meshes={role: world.meshes[role] for role in needed_roles(config)})
+        needed = replace(world, meshes={role: world.meshes[key] for role, key in job_roles(config, launch).items()})
         try:
-            train.fit(config, launch, needed, train.Parts(config), folder / name)
+            parts = train.Parts(config, {role: mesh.ranks for role, mesh in needed.meshes.items()})
+            train.fit(config, launch, needed, parts, folder / name)
         except ValueError as error:
             (folder / name / f"error{launch.rank}.txt").write_text(str(error))
     for pool in pools:
@@ -82,15 +83,18 @@ def composed(run: Path, overrides: list[str], launch: Launch) -> Config:
 
 
 def shared_roles(configs: dict[str, Config], launch: Launch) -> dict[str, Role]:
-    """Every role that any job needs."""
-    ranks: dict[str, Ranks] = {}
-    widths: dict[str, int] = {}
-    for name, config in configs.items():
-        for role, found in parse_placement(config, launch.world_size)[0].items():
-            layout = found, replica_width(config, role)
-            known = ranks.setdefault(role, found), widths.setdefault(role, layout[1])
-            assert layout == known, f"{name} places {role} on {layout}, an earlier job on {known}: launch them apart"
-    return {role: Role(found, len(found) // widths[role]) for role, found in ranks.items()}
+    """Every role in every layout that any job needs; all jobs place a role on the same ranks."""
+    found: dict[str, Role] = {}
+    for config in configs.values():
+        ranks = parse_placement(config, launch.world_size)[0]
+        for role, key in job_roles(config, launch).items():
+            found[key] = Role(ranks[role], len(ranks[role]) // replica_width(config, role))
+    return found
+
+
+def job_roles(config: Config, launch: Launch) -> dict[str, str]:
+    """What `shared_roles` calls the roles of a job."""
+    return {role: f"{role}/{replica_width(config, role)}" for role in parse_placement(config, launch.world_size)[0]}
 
 
 def _shared_pool(config, pools: list[RewardPool]) -> RewardPool:

@@ -51,21 +51,25 @@ def wait_ranks(ranks: list[tuple[subprocess.Popen, Path]], timeout: float) -> li
     return codes
 
 
+def run_body(body, world_size: int, folder: Path, timeout: float = 300) -> None:
+    """Runs the body of an `@spmd` test on that many ranks, which share `folder`; all must end well."""
+    path = Path(sys.modules[body.__module__].__file__).relative_to(ROOT).with_suffix("")
+    ranks = start_ranks(["-m", "tests.launch", ".".join(path.parts), body.__name__, str(folder)], world_size, folder)
+    codes = wait_ranks(ranks, timeout)
+    tails = "\n".join(
+        f"--- rank {i}: exit code {c}\n{out.read_text()[-4000:]}" for i, (c, (_, out)) in enumerate(zip(codes, ranks))
+    )
+    assert codes == [0] * world_size, tails
+
+
 def spmd(world_size: int, timeout: float = 300):
     """The body gets a folder that all ranks share. Put many checks into one launch: imports take most of its time."""
 
     def decorate(body):
         @pytest.mark.spmd
         def test():
-            path = Path(sys.modules[body.__module__].__file__).relative_to(ROOT).with_suffix("")
             with tempfile.TemporaryDirectory() as folder:
-                command = ["-m", "tests.launch", ".".join(path.parts), body.__name__, folder]
-                ranks = start_ranks(command, world_size, Path(folder))
-                codes = wait_ranks(ranks, timeout)
-                tails = "\n".join(
-                    f"--- rank {i}: exit code {c}\n{out.read_text()[-4000:]}" for i, (c, (_, out)) in enumerate(zip(codes, ranks))
-                )
-                assert codes == [0] * world_size, tails
+                run_body(body, world_size, Path(folder), timeout)
 
         test.body = body
         test.__name__, test.__doc__ = body.__name__, body.__doc__

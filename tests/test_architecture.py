@@ -37,6 +37,7 @@ BACKENDS = {  # package -> the only module, or package of ours, that imports it
     "megatron": "engine.megatron",
     "torchtitan": "engine.torchtitan",
     "veomni": "engine.veomni",
+    "peft": "engine.lora",
     "wandb": "metrics",
 }
 TORCH_FREE = ["config", "placement", "validation", "launch", "workers", "rewards", "environments", "models", "engine.registry"]

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from spmd_rl.engine.exchange import to_heads, to_sequence
 from spmd_rl.engine.packing import Block, Packed
 
 NAME = "spmd_rl_blocks"
@@ -127,8 +128,8 @@ def _host_attention(packed: Packed, query: Tensor, key: Tensor, value: Tensor, s
     return out.to(query.dtype)[None]
 
 
-def block_mask(blocks: list[Block], device: torch.device):
-    """FlexAttention's mask of the blocks: causal, and the key's segment is the query's own or its prompt."""
+def _segments(blocks: list[Block], device: torch.device) -> tuple[Tensor, Tensor]:
+    """([T] the segment of each token, [T] the segment of its block's prompt): a token sees what comes before it in both."""
     owns: list[int] = []
     prefixes: list[int] = []
     segment = 0
@@ -138,7 +139,12 @@ def block_mask(blocks: list[Block], device: torch.device):
             owns += [segment] * n
             prefixes += [first] * n
             segment += 1
-    own, prefix = torch.tensor(owns, device=device), torch.tensor(prefixes, device=device)
+    return torch.tensor(owns, device=device), torch.tensor(prefixes, device=device)
+
+
+def block_mask(blocks: list[Block], device: torch.device):
+    """FlexAttention's mask of the blocks: causal, and the key's segment is the query's own or its prompt."""
+    own, prefix = _segments(blocks, device)
 
     def seen(batch, head, q, k):
         return (q >= k) & ((own[k] == own[q]) | (own[k] == prefix[q]))
@@ -157,9 +163,34 @@ def _device_attention(packed: Packed, query: Tensor, key: Tensor, value: Tensor,
     return out.transpose(1, 2)
 
 
+def rows_attention(packed: Packed, rows: Tensor, columns: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float):
+    """Attention of some of the tokens, where a sequence is split: query [1, H, R, D] of the packed positions `rows` [R],
+    key and value [1, K, C, D] of the positions `columns` [C], in any order -> [1, R, H, D]."""
+    gqa, on_host = query.shape[1] != key.shape[1], query.device.type == "cpu"
+    if "rows" not in packed.cache:
+        own, prefix = _segments(packed.blocks, query.device)
+
+        def seen(batch, head, q, k):
+            q, k = rows[q], columns[k]
+            return (q >= k) & ((own[k] == own[q]) | (own[k] == prefix[q]))
+
+        if on_host:
+            packed.cache["rows"] = seen(None, None, torch.arange(len(rows))[:, None], torch.arange(len(columns)))
+        else:
+            packed.cache["rows"] = create_block_mask(seen, None, None, len(rows), len(columns), device=query.device)
+    mask = packed.cache["rows"]
+    if on_host:
+        q, k, v = query.float(), key.float(), value.float()
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=gqa).to(query.dtype)
+    else:
+        out = _compiled_flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=gqa)
+    return out.transpose(1, 2)
+
+
 def blocks_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, *, packed: Packed, **kwargs):
     """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None).
 
+    Collective over the ranks that share the row, where some do: T is then of this rank's part.
     Raises ValueError when the layer asks for more than full softmax attention."""
     if asked := [name for name in REFUSED if kwargs.get(name) is not None]:
         raise ValueError(f"{type(module).__name__} asks for {', '.join(asked)}: only full softmax attention can be packed")
@@ -167,7 +198,10 @@ def blocks_attention(module, query, key, value, attention_mask, scaling=None, dr
         raise ValueError(f"{type(module).__name__} asks for attention dropout {dropout}: set it to 0 in the model's config")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention = _host_attention if query.device.type == "cpu" else _device_attention
-    return attention(packed, query, key, value, scaling), None
+    if packed.sequence_group is None:
+        return attention(packed, query, key, value, scaling), None
+    parts = to_heads(packed.sequence_group, query, key, value)
+    return to_sequence(packed.sequence_group, attention(packed, *parts, scaling)), None
 
 
 def register_attention() -> None:

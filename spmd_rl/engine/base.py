@@ -29,6 +29,7 @@ class EngineModel:
     model_type: str  # language_model | value_model
     trainable: bool = True
     trust_remote_code: bool = False
+    seed: int = 0  # of weights that are in no file
 
 
 def lr_multiplier(config: OptimizerConfig, step: int) -> float:
@@ -66,6 +67,7 @@ class BaseEngine(ABC):
         self.shared_prompt = engine_config.shared_prompt  # an engine that cannot share prompts sets it to False
         self.length_multiple = 1  # to which a packed block is padded
         self.count_multiple = 1  # of which the number of micro-batches must be
+        self.has_reference = False  # the model before training is at hand: only adapters train
         self.updates = 0  # steps of the schedule
         self.nonfinite_steps = 0  # updates refused because of the gradient
 
@@ -76,6 +78,10 @@ class BaseEngine(ABC):
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager:
         """Gradients off; weights on the device, taken back at the end where offload is on."""
+
+    def reference(self) -> AbstractContextManager:
+        """As `eval_mode`, with the model as it was before training; only where `has_reference`."""
+        raise NotImplementedError
 
     @abstractmethod
     def forward_backward_batch(

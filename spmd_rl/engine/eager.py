@@ -13,10 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Shard
 
@@ -24,9 +23,10 @@ from spmd_rl.batch import Batch, TokenOutput, text_batch
 from spmd_rl.config import AGREEMENT
 from spmd_rl.engine.attention import NAME
 from spmd_rl.engine.base import BaseEngine, held_bytes, lr_multiplier
+from spmd_rl.engine.exchange import sum_over
 from spmd_rl.engine.hf_names import to_checkpoint
-from spmd_rl.engine.logprob import token_log_probs
-from spmd_rl.engine.packing import Packed, dummy_batch, pack
+from spmd_rl.engine.logprob import VocabShard, token_log_probs
+from spmd_rl.engine.packing import Packed, dummy_batch, pack, part_of
 from spmd_rl.metrics import Stats, add_stats
 
 GATHER_BYTES = 32 << 20  # of whole tensors that are gathered together
@@ -40,6 +40,7 @@ class TokenModel(nn.Module):
     def __init__(self, lm: nn.Module, chunk: int, value_head: nn.Linear | None = None):
         super().__init__()
         self.lm, self.chunk, self.value_head = lm, chunk, value_head
+        self.vocab: VocabShard | None = None  # this rank's part of the head, where it is split
 
     def forward(self, packed: Packed, with_entropy: bool = False, own_logits: bool = False) -> tuple[Tensor, Tensor | None]:
         """[N] float32 for the packed response tokens, and their entropy [N].
@@ -54,7 +55,8 @@ class TokenModel(nn.Module):
         if self.value_head is not None:
             return self.value_head(hidden).float().flatten().clone(), None  # sharding hooks want no view
         head = self.lm.get_output_embeddings().weight
-        return token_log_probs(hidden, head, packed.targets, packed.temperature, self.chunk, with_entropy)
+        head = head.to_local() if isinstance(head, DTensor) else head
+        return token_log_probs(hidden, head, packed.targets, packed.temperature, self.chunk, with_entropy, self.vocab)
 
     def _own(self, packed: Packed) -> Tensor:
         self.lm.set_attn_implementation("sdpa")
@@ -70,11 +72,20 @@ class TokenModel(nn.Module):
 
 def global_norm(parameters: list[nn.Parameter]) -> float:
     """Collective: the L2 norm of all gradients over all ranks, also of parameters on unlike meshes or plain tensors."""
-    alike: dict = {}
+    alike: dict[tuple, list[Tensor]] = {}  # by what they are split over
     for grad in (p.grad for p in parameters if p.grad is not None):
-        alike.setdefault((grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None, []).append(grad)
-    norms = [torch.nn.utils.get_total_norm(grads) for grads in alike.values()]
-    return math.sqrt(sum(float(n.full_tensor() if isinstance(n, DTensor) else n) ** 2 for n in norms))
+        if isinstance(grad, DTensor):
+            axes = (i for i, placement in enumerate(grad.placements) if not placement.is_replicate())
+            alike.setdefault((grad.device_mesh, *axes), []).append(grad.to_local())
+        else:
+            alike.setdefault((), []).append(grad)
+    total = 0.0
+    for split, grads in alike.items():
+        square = torch.nn.utils.get_total_norm(grads).float().square()
+        for axis in split[1:]:
+            dist.all_reduce(square, group=split[0].get_group(axis))
+        total += float(square)
+    return math.sqrt(total)
 
 
 def full_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -149,17 +160,23 @@ class EagerEngine(BaseEngine):
 
     module: TokenModel
     optimizer: torch.optim.Optimizer | None = None
+    sequence_group: dist.ProcessGroup | None = None  # ranks that hold a part of each packed row
 
     def finish_build(self) -> None:
         """Collective: makes the optimizer, before any forward pass, and checks packing against the model's own logits."""
         torch.set_float32_matmul_precision(self.config.matmul_precision)
         if self.model_config.trainable:
             c = self.optimizer_config
-            self.optimizer = torch.optim.AdamW(
-                self.module.parameters(), betas=tuple(c.betas), eps=c.eps, weight_decay=c.weight_decay, fused=True
-            )
+            alike: dict = {}  # one fused step takes tensors of one mesh
+            for p in self._trained():
+                alike.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+            groups = [{"params": parameters} for parameters in alike.values()]
+            self.optimizer = torch.optim.AdamW(groups, betas=tuple(c.betas), eps=c.eps, weight_decay=c.weight_decay, fused=True)
             self.set_lr(c.learning_rate * lr_multiplier(c, 0))
         self._check_packing()
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
         """Around one micro-batch of a backward pass: where a subclass postpones the reduction of gradients."""
@@ -188,7 +205,7 @@ class EagerEngine(BaseEngine):
             data = batch if len(batch) else dummy_batch()
             with nullcontext() if forward_only else self.micro_batch(last=i == len(micro_batches) - 1):
                 packed = pack(data, self.shared_prompt, self.length_multiple, self.mesh.device)
-                tokens, entropy = self.module(packed, with_entropy)
+                tokens, entropy = self._tokens(packed, with_entropy)
                 output = self._output(packed, tokens, entropy) if len(batch) else self._no_output(tokens, batch, with_entropy)
                 if forward_only:
                     outputs.append(TokenOutput(**{k: v if v is None else v.cpu() for k, v in vars(output).items()}))
@@ -197,6 +214,18 @@ class EagerEngine(BaseEngine):
                 (loss + tokens.sum() * 0).backward()
                 stats = add_stats(stats, more)
         return outputs if forward_only else stats
+
+    def _tokens(self, packed: Packed, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """[N] of the packed response tokens, and their entropy; alike on all lanes."""
+        if self.sequence_group is None:
+            return self.module(packed, with_entropy)
+        part, mine = part_of(packed, self.sequence_group)
+        tokens, entropy = self.module(part, with_entropy)
+
+        def whole(x: Tensor) -> Tensor:
+            return sum_over(x.new_zeros(len(packed.targets)).index_copy(0, mine, x), self.sequence_group)
+
+        return whole(tokens), None if entropy is None else whole(entropy)
 
     def _output(self, packed: Packed, tokens: Tensor, entropy: Tensor | None) -> TokenOutput:
         if self.model_config.model_type == "value_model":
@@ -210,9 +239,13 @@ class EagerEngine(BaseEngine):
             return TokenOutput(values=none)
         return TokenOutput(log_probs=none, entropy=none if with_entropy else None)
 
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> float:
+        """Collective: over all ranks. A subclass adds what other ranks hold other parameters of."""
+        return global_norm(parameters)
+
     def optimizer_step(self) -> float:
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        norm, limit = global_norm(parameters), self.optimizer_config.clip_grad_norm
+        parameters = self._trained()
+        norm, limit = self.gradient_norm(parameters), self.optimizer_config.clip_grad_norm
         if not math.isfinite(norm):
             self.nonfinite_steps += 1
         else:
@@ -231,7 +264,7 @@ class EagerEngine(BaseEngine):
         return self._stream((name, p) for name, p in self.module.lm.named_parameters())
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return self._stream((name, p.grad) for name, p in self.module.lm.named_parameters())
+        return self._stream((name, p.grad) for name, p in self.module.lm.named_parameters() if p.requires_grad)
 
     @torch.no_grad()
     def _stream(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -262,20 +295,31 @@ class EagerEngine(BaseEngine):
     def load(self, folder: Path) -> None:
         state = self._state()
         dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(self.module, state["model"])
-        if "optimizer" in state:
-            set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
+        set_model_state_dict(self.module, state["model"], options=StateDictOptions(strict=False))  # all of `state` was there
         self.updates, self.nonfinite_steps = (int(n) for n in state["counters"])
         self.set_lr(self.optimizer_config.learning_rate * lr_multiplier(self.optimizer_config, self.updates))
 
     def _state(self) -> dict:
         state = {"model": get_model_state_dict(self.module), "counters": torch.tensor([self.updates, self.nonfinite_steps])}
         if self.checkpoint_config.optimizer and self.optimizer:
-            fresh = not self.optimizer.state
-            state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
-            for moments in self.optimizer.state.values() if fresh else ():
-                moments["step"].zero_()  # torch makes the state by a step without gradients, which must not count
+            self._fill_optimizer()
+            named = ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
+            state["optimizer"] = {name: self.optimizer.state[p] for name, p in named}  # loaded in place
         return state
+
+    def _fill_optimizer(self) -> None:
+        """Makes the state of parameters that had no update yet: by one of gradients 0 at rate 0, which does not count."""
+        fresh = [p for p in self._trained() if p not in self.optimizer.state]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.set_lr(0.0)
+        for p in fresh:
+            p.grad = torch.zeros_like(p)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for p in fresh:
+            self.optimizer.state[p]["step"].zero_()
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate
 
     def _check_packing(self) -> None:
         """Raises ValueError when packed log-probs are not the model's own; gives up sharing prompts when only that fails."""
@@ -286,7 +330,7 @@ class EagerEngine(BaseEngine):
 
             def difference(shared: bool) -> float:
                 packed = pack(rows, shared, self.length_multiple, self.mesh.device)
-                return float((self.module(packed)[0] - torch.cat(own)).abs().mean())
+                return float((self._tokens(packed)[0] - torch.cat(own)).abs().mean())
 
             plain = difference(shared=False)
             if not plain <= tolerance:

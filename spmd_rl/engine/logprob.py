@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.engine.half import computable
+
 PADDING = -1e30  # the logit of a row that is no token: no probability, and no NaN where it is multiplied by that
 
 
@@ -29,6 +31,8 @@ class _TokenLogProb(torch.autograd.Function):
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         normalizer, entropy = torch.empty_like(log_probs), torch.zeros_like(log_probs)
         mine, targets = _mine(targets, vocab)
+        given = hidden, weight
+        hidden, weight = computable(hidden), computable(weight)
         for part in _chunks(hidden.shape[0], chunk):
             logits = _logits(hidden[part], weight, temperature[part], vocab)
             normalizer[part] = _logsumexp(logits, vocab)
@@ -37,15 +41,16 @@ class _TokenLogProb(torch.autograd.Function):
             if with_entropy:
                 expected = logits.sub(normalizer[part, None]).exp_().mul_(logits).sum(-1)
                 entropy[part] = normalizer[part] - _sum(expected, vocab)
-        ctx.save_for_backward(hidden, weight, targets, temperature, normalizer, entropy, mine)
+        ctx.save_for_backward(*given, targets, temperature, normalizer, entropy, mine)
         ctx.chunk, ctx.with_entropy, ctx.vocab = chunk, with_entropy, vocab
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
         hidden, weight, targets, temperature, normalizer, entropy, mine = ctx.saved_tensors
+        dtype, hidden, weight = weight.dtype, computable(hidden), computable(weight)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
         for part in _chunks(hidden.shape[0], ctx.chunk):
             logits = _logits(hidden[part], weight, temperature[part], ctx.vocab).sub_(normalizer[part, None])  # now log-probs
             if ctx.with_entropy:  # dH/dz = -p (log p + H); d(log p[target])/dz = onehot - p
@@ -57,11 +62,14 @@ class _TokenLogProb(torch.autograd.Function):
             grad.scatter_add_(1, targets[part, None], chosen[:, None])
             grad = grad.div_(temperature[part, None]).to(weight.dtype)
             grad_hidden[part] = grad @ weight
+            if grad_weight is None:
+                continue
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.t(), hidden[part])
             else:
                 grad_weight += grad.t() @ hidden[part]
-        return _sum(grad_hidden, ctx.vocab), grad_weight.to(weight.dtype), None, None, None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(dtype)
+        return _sum(grad_hidden.to(dtype), ctx.vocab), grad_weight, None, None, None, None, None
 
 
 def _chunks(total: int, size: int) -> list[slice]:

@@ -7,10 +7,11 @@ token is the prompt's last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.batch import Batch, make_batch
@@ -39,6 +40,7 @@ class Packed:
     columns: Tensor  # [N] int64
     shape: tuple[int, int]  # the batch's [B, T]
     cache: dict[str, Any] = field(default_factory=dict)  # what an attention computes once for all layers
+    sequence_group: dist.ProcessGroup | None = None  # ranks that hold a part of the row each; `blocks` are of the whole row
 
     def unpack(self, tokens: Tensor) -> Tensor:
         """[N] values of response tokens as [B, T], 0 elsewhere; differentiable."""
@@ -99,6 +101,25 @@ def pack(batch: Batch, shared_prompt: bool, length_multiple: int, device: torch.
             if isinstance(value, Tensor):
                 setattr(packed, name, value.to(device, non_blocking=True))
     return packed
+
+
+def part_of(packed: Packed, group: dist.ProcessGroup) -> tuple[Packed, Tensor]:
+    """(this rank's equal part of the row, [n] int64: which of the N tokens it predicts). T is a multiple of the group's size."""
+    size = packed.input_ids.shape[1] // group.size()
+    start = group.rank() * size
+    mine = ((packed.source >= start) & (packed.source < start + size)).nonzero()[:, 0]
+    part = replace(
+        packed,
+        input_ids=packed.input_ids[:, start : start + size],
+        position_ids=packed.position_ids[:, start : start + size],
+        source=packed.source[mine] - start,
+        targets=packed.targets[mine],
+        temperature=packed.temperature[mine],
+        rows=packed.rows[mine],
+        columns=packed.columns[mine],
+        sequence_group=group,
+    )
+    return part, mine
 
 
 def _same_prompt(ids: Tensor, uids: list[int], prompts: list[int], one: int, other: int) -> bool:

@@ -17,6 +17,7 @@ class EngineRegistry:
     `Config`, the backend's dataclass;
     `problems(config, num_ranks, model=None) -> list[str]`: what it cannot do, `model` being the parsed config.json once known;
     `replica_width(config) -> int`: ranks that work on the same rows;
+    `process_layout(config)`: what two engines of this backend must have alike to live in one process (None: nothing);
     `LAYOUTS: dict[str, tuple[int, dict]]`: parallelisms that tests hold to their numbers, name -> (ranks, Config options)."""
 
     _rows: dict[tuple[str, str, str], str] = {}
@@ -32,6 +33,11 @@ class EngineRegistry:
     @classmethod
     def backends(cls) -> list[str]:
         return sorted({backend for _, backend, _ in cls._rows})
+
+    @classmethod
+    def offers(cls, model_type: str, backend: str, device: str) -> bool:
+        """Whether there is such a row; a `module:Class` of the user's own stands for all."""
+        return (model_type, backend, device) in cls._rows or ":" in backend
 
     @classmethod
     def module(cls, backend: str) -> Any:
@@ -63,3 +69,6 @@ class EngineRegistry:
 for _model_type in MODEL_TYPES:
     for _device in DEVICES:
         EngineRegistry.register(_model_type, "fsdp", _device, "spmd_rl.engine.fsdp:FSDPEngine")
+        EngineRegistry.register(_model_type, "megatron", _device, "spmd_rl.engine.megatron.engine:MegatronEngine")
+for _device in DEVICES:
+    EngineRegistry.register("language_model", "veomni", _device, "spmd_rl.engine.veomni:VeOmniEngine")

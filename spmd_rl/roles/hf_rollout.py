@@ -21,6 +21,7 @@ from spmd_rl.batch import Sampling
 from spmd_rl.config import RolloutConfig
 from spmd_rl.engine import hf_names
 from spmd_rl.engine.base import held_bytes
+from spmd_rl.engine.half import float32_products, is_emulated
 from spmd_rl.mesh import RoleMesh
 from spmd_rl.roles.generation import Expired, Reply, Request, RolloutBackend, RolloutModel
 
@@ -169,6 +170,8 @@ class HFRollout(RolloutBackend):
             trust_remote_code=model.trust_remote_code,
         )  # fmt: skip
         self.model.requires_grad_(False).eval().to(self.device)
+        if is_emulated(self.model.dtype, self.device):
+            float32_products(self.model)
         accepted = inspect.signature(self.model.forward).parameters
         self.cache_name = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.24
         model_config = self.model.config

@@ -92,8 +92,10 @@ class ServerAdapter:
     def update_weights(self, stream: WeightStream, version: int) -> None:
         """Collective over the source and the rollout mesh: both exhaust the stream.
 
-        Raises ValueError that names every tensor that does not fit, RuntimeError where lanes were handed different
-        tensors, or where the probe's log-probs are not those of the source."""
+        Raises ValueError that names every tensor that does not fit, RuntimeError where the stream is of another version, where
+        lanes were handed different tensors, or where the probe's log-probs are not those of the source."""
+        if stream.version != version:
+            raise RuntimeError(f"weights of version {stream.version} came where version {version} is due")
         if not self.mesh.here:
             for _ in stream:
                 pass

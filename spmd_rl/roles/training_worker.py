@@ -39,10 +39,11 @@ class TrainingWorkerConfig:
 class TrainingWorker:
     """Every method may be called by every rank; outside the mesh it returns at once."""
 
-    def __init__(self, config: TrainingWorkerConfig, mesh: RoleMesh):
-        self.config, self.mesh = config, mesh
-        self.engine: BaseEngine | None = None
-        if mesh.here:
+    def __init__(self, config: TrainingWorkerConfig, mesh: RoleMesh, reference_of: BaseEngine | None = None):
+        """`reference_of`: an engine on this mesh, of which this worker infers with the model before training, and has no own."""
+        self.config, self.mesh, self.is_view = config, mesh, reference_of is not None
+        self.engine: BaseEngine | None = reference_of
+        if mesh.here and not self.is_view:
             engine = EngineRegistry.get(config.model.model_type, config.engine.backend, mesh.device.type)
             self.engine = engine(config.model, config.engine, config.optimizer, config.checkpoint, mesh)
 
@@ -91,14 +92,17 @@ class TrainingWorker:
         local = batch.local
         plan = self._plan(local, torch.arange(len(local)))
         out = torch.zeros(local.input_ids.shape, dtype=torch.float32)
-        with self.engine.eval_mode():
+        with self.engine.reference() if self.is_view else self.engine.eval_mode():
             outputs = self.engine.forward_backward_batch(_split(local, plan), None, forward_only=True)
         for rows, output in zip(plan, outputs):
             out[torch.tensor(rows, dtype=torch.int64)] = output.log_probs if output.values is None else output.values
         return Placed(self.mesh, make_batch({**fields_of(local), self.config.infer_field: out}))
 
-    def weights(self) -> WeightStream:
-        return WeightStream(self.mesh, self.engine.weights() if self.mesh.here else None, self._score_probe)
+    def weights(self, version: int) -> WeightStream:
+        """`version`: the steps that made these weights; it travels with them."""
+        if not self.mesh.here:
+            return WeightStream(self.mesh, None, version=version)
+        return WeightStream(self.mesh, self.engine.weights(), self._score_probe, version)
 
     def _score_probe(self) -> list[list[float]]:
         """Collective over the mesh: log-probs of the probe's tokens after the first, by the present weights."""

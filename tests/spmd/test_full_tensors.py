@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -41,4 +44,14 @@ def test_full_tensors(folder):
             assert [name for name, _ in got] == list(whole)
             for name, tensor in got:
                 assert tensor.dtype == whole[name].dtype and torch.equal(tensor, whole[name]), (gather, limit, name)
+    check_global_norm(init_device_mesh("cpu", (4,)))
     close_world(world)
+
+
+def check_global_norm(device_mesh):
+    """Plain tensors beside sharded ones, where torch's own clipping raises."""
+    sharded = torch.nn.Parameter(distribute_tensor(torch.zeros(4), device_mesh, [Shard(0)]))
+    sharded.grad = distribute_tensor(torch.tensor([1.0, 2.0, 3.0, 4.0]), device_mesh, [Shard(0)])
+    plain = torch.nn.Parameter(torch.zeros(2))
+    plain.grad = torch.tensor([5.0, 6.0])
+    assert eager.global_norm([sharded, plain]) == pytest.approx(math.sqrt(91))

@@ -206,14 +206,30 @@ def test_weights_cross_in_buckets_of_two_senders_while_the_next_is_gathered(fold
     if world.rank == 3:
         with pytest.raises(RuntimeError, match="weights: w5 is not what rank 0 sent .checksums differ."):
             list(on_its_way)
-        bridge = rollout.bridge(actor)  # it joins what the others still do
-        header = collectives.broadcast_object(None, 1, bridge.control, "weights.header")
-        rest = [torch.empty(shape, dtype=dtype) for _, shape, dtype, _ in header]
-        start(rest, 1, bridge.payload, "rest")()
-        assert collectives.broadcast_object("", 0, bridge.control, "weights.header") is None
+        bridge = rollout.bridge(actor)  # it joins what the others still do; the last bucket is on its way
+        assert collectives.broadcast_object("", 0, bridge.control, "weights.header") == (0, None)
     else:
         assert len(list(on_its_way)) == 8 * rollout.here
+    check_version(actor, rollout, start)
     close_world(world)
+
+
+def check_version(actor, rollout, start):
+    """A header of another version than this rank's is refused, the last one here, after which nobody waits."""
+    placed.start_broadcasts, broadcast = start, placed.broadcast_object
+
+    def of_another(value, sender, group, name):
+        version, header = broadcast(value, sender, group, name)
+        return version - (header is None and rollout.world_rank == 3), header
+
+    placed.broadcast_object = of_another
+    stream = WeightStream(actor, weights_of(actor, []) if actor.here else None, version=4).to(rollout)
+    if rollout.world_rank == 3:
+        with pytest.raises(RuntimeError, match="sent version 3, rank 3 is at version 4"):
+            list(stream)
+    else:
+        list(stream)
+    placed.broadcast_object = broadcast
 
 
 @spmd(world_size=4)

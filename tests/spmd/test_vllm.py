@@ -214,7 +214,7 @@ def one_layout(folder: Path) -> None:
     adapter = ServerAdapter(replace(CONFIG, tensor_parallel_size=width), rollout_model, 7, mesh)
     for version in (4, 5):
         randomize(model, version)
-        adapter.update_weights(WeightStream(mesh, model.named_parameters(), lambda: expected_of(model)), version)
+        adapter.update_weights(WeightStream(mesh, model.named_parameters(), lambda: expected_of(model), version), version)
         check_greedy(adapter.backend, model)
     found = []
     for batch in (prompts_batch(prompts_of(5)), prompts_batch(prompts_of(6)[5:], 105)):  # the second leaves a replica without work
@@ -378,7 +378,7 @@ def proofs(folder: Path) -> None:
     adapter = ServerAdapter(CONFIG, RolloutModel(str(folder / "model"), (2,), probe=PROBE), 7, mesh)
 
     def update(version: int, change=lambda named: named) -> None:
-        stream = actor.weights().to(mesh)
+        stream = actor.weights(version).to(mesh)
         adapter.update_weights(replace(stream, named=change([(n, t.clone()) for n, t in stream.named])), version)
 
     def whole(version: int) -> None:
@@ -388,7 +388,7 @@ def proofs(folder: Path) -> None:
         assert adapter.version == version
 
     whole(1)
-    assert len(actor.weights().expected()) == len(PROBE)
+    assert len(actor.weights(0).expected()) == len(PROBE)
     found, cases = {}, json.loads((folder / "what.json").read_text())
     for name, (change, error, text) in ((name, TAMPERED[name]) for name in cases):
         try:

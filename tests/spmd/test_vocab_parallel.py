@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from benchmarks.parity import start
 from spmd_rl.engine.logprob import VocabShard, token_log_probs
 from spmd_rl.mesh import close_world
 from tests.launch import spmd
-from tests.spmd.test_engine_contract import start
 
 
 @spmd(world_size=2)
 def test_split_vocabulary(folder):
-    world, mesh = start(2)
+    world = start({"actor": 1}, 2)
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 8, dtype=torch.float32), torch.randn(11, 8)
     targets, temperature = torch.tensor([0, 10, 5, 6, 3, 7, 2]), torch.linspace(0.5, 2, 7)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl import config
-from spmd_rl.engine.fsdp import FSDPConfig
+from spmd_rl.engine.registry import EngineRegistry
 from spmd_rl.validation import typed
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,9 +27,22 @@ def keys(value, prefix=""):
 def test_every_key_is_documented_with_its_default_and_no_other():
     whole, problems = typed({})
     assert not problems
-    assert isinstance(whole.engine, FSDPConfig)
-    documented = dict(re.findall(r"^\| `([a-z_.]+)` \| (.*?) \|", (ROOT / "docs/configuration.md").read_text(), re.M))
-    expected = dict(keys(whole))
+    whole = dataclasses.replace(whole, engine=config.EngineConfig(backend=whole.engine.backend))
+    check_table((ROOT / "docs/configuration.md").read_text(), dict(keys(whole)))
+
+
+@pytest.mark.parametrize("backend", EngineRegistry.backends())
+def test_every_key_of_an_engine_is_documented(backend):
+    text = (ROOT / "docs/engines.md").read_text()
+    section = text.partition(f"## engine={backend}\n")[2].partition("\n## ")[0]
+    common = {field.name for field in dataclasses.fields(config.EngineConfig)}
+    own = keys(EngineRegistry.module(backend).Config(), "engine.")
+    check_table(section, {key: default for key, default in own if key.removeprefix("engine.") not in common})
+
+
+def check_table(text: str, expected: dict) -> None:
+    """The rows of the tables of a document name these keys and defaults, and no others."""
+    documented = dict(re.findall(r"^\| `([a-z_.]+)` \| (.*?) \|", text, re.M))
     assert documented.keys() == expected.keys()
     for key, default in expected.items():
         shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
@@ -46,6 +59,7 @@ def test_every_key_is_documented_with_its_default_and_no_other():
         "docs/clusters.md",
         "docs/rollout.md",
         "docs/placement.md",
+        "docs/engines.md",
     ],
 )
 def test_paths_that_documents_name_exist(document):

@@ -89,6 +89,9 @@ def test_lanes_that_do_not_divide_the_ranks(width, world_size, wrong):
     assert not wrong or all(line.startswith("rollout.tensor_parallel_size: ") for line in lines)
 
 
+ONE_RANK = {"actor": (0,), "rollout": (0,)}
+
+
 @pytest.fixture
 def nine_heads(tmp_path):
     """The folder of a model with 9 attention heads and 3 of keys, as SmolLM2 has; its weights are not looked at."""
@@ -103,8 +106,8 @@ def test_lanes_that_do_not_divide_the_heads(nine_heads):
     overrides = [f"model.path={nine_heads}", "rollout=vllm"]
     for width in (1, 3):
         config, problems = compose_config("tiny", None, [*overrides, f"rollout.tensor_parallel_size={width}"])
-        assert not problems and Parts(config).model.folder == str(nine_heads)
+        assert not problems and Parts(config, ONE_RANK).model.folder == str(nine_heads)
     config, _ = compose_config("tiny", None, [*overrides, "rollout.tensor_parallel_size=2"])
     with pytest.raises(ValueError, match=r"rollout\.tensor_parallel_size: 2 .* 9 attention heads - set one of \[1, 3, 9\]"):
-        Parts(config)
+        Parts(config, ONE_RANK)
     assert not torch.distributed.is_initialized()

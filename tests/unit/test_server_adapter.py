@@ -124,8 +124,8 @@ def weights(**changed) -> dict[str, torch.Tensor]:
     return {"a": torch.ones(2, 3), "b": torch.arange(4.0)} | changed
 
 
-def stream_of(adapter: ServerAdapter, named: dict, expected=((-6.0, -7.0), (-9.0,))) -> WeightStream:
-    return WeightStream(adapter.mesh, iter(named.items()), lambda: [list(row) for row in expected])
+def stream_of(adapter: ServerAdapter, named: dict, expected=((-6.0, -7.0), (-9.0,)), version: int = 5) -> WeightStream:
+    return WeightStream(adapter.mesh, iter(named.items()), lambda: [list(row) for row in expected], version)
 
 
 def test_an_update_gives_its_version_to_what_is_drawn_next(tmp_path, monkeypatch):
@@ -137,13 +137,19 @@ def test_an_update_gives_its_version_to_what_is_drawn_next(tmp_path, monkeypatch
     assert adapter.take()["rollout/probe_diff_max"].value == 0
 
 
+def test_a_stream_of_another_version_is_refused(tmp_path, monkeypatch):
+    (adapter,) = Ranks(tmp_path, 1, monkeypatch).adapters
+    with pytest.raises(RuntimeError, match="weights of version 5 came where version 6 is due"):
+        adapter.update_weights(stream_of(adapter, weights()), 6)
+
+
 def test_tensors_that_do_not_fit_are_all_named(tmp_path, monkeypatch):
     (adapter,) = Ranks(tmp_path, 1, monkeypatch).adapters
     wrong = weights(a=torch.zeros(3, 2), c=torch.zeros(1))
     del wrong["b"]
     named = iter(wrong.items())
     with pytest.raises(ValueError) as error:
-        adapter.update_weights(WeightStream(adapter.mesh, named), 5)
+        adapter.update_weights(WeightStream(adapter.mesh, named, version=5), 5)
     assert str(error.value).splitlines() == [
         "weights of version 5 do not fit the rollout model:",
         "a: shape (3, 2), in the model's files (2, 3)",
@@ -155,8 +161,8 @@ def test_tensors_that_do_not_fit_are_all_named(tmp_path, monkeypatch):
 
 def test_a_probe_that_disagrees_stops_the_run(tmp_path, monkeypatch):
     (adapter,) = Ranks(tmp_path, 1, monkeypatch).adapters
-    adapter.update_weights(stream_of(adapter, weights(), ((-6.001, -7.0), (-9.0,))), 1)
+    adapter.update_weights(stream_of(adapter, weights(), ((-6.001, -7.0), (-9.0,)), 1), 1)
     for off in (-8.5, float("nan")):
         with pytest.raises(RuntimeError, match=r"version 2: .* nats off .* limit 0.001.* try rollout=hf"):
-            adapter.update_weights(stream_of(adapter, weights(), ((-6.0, -7.0), (off,))), 2)
+            adapter.update_weights(stream_of(adapter, weights(), ((-6.0, -7.0), (off,)), 2), 2)
     assert adapter.version == 1
