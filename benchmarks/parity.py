@@ -11,13 +11,14 @@ A cell is (engine, layout, model). Engines that cannot be imported here keep the
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,11 @@ def model_config(kind: str) -> dict[str, Any]:
     return tiny_config(architecture, tied, num_hidden_layers=4).to_dict()
 
 
+@functools.cache
+def real_config() -> dict[str, Any]:
+    return json.loads((Path(resolve_model("smollm2-135m-instruct")) / "config.json").read_text())
+
+
 def cells(backends: list[str], quick: bool = False) -> tuple[list[Cell], list[tuple[Cell, str]]]:
     """(cells to measure, cells that the engine refuses and why). `quick`: every layout once, every model once."""
     todo, refused = [], []
@@ -105,7 +111,8 @@ def cells(backends: list[str], quick: bool = False) -> tuple[list[Cell], list[tu
                 able = fresh if i == 0 else (fresh or [able[i % len(able)]])[:1]
             seen |= {cell.kind for cell in able}
             todo += able
-            if not quick and "SMOLLM2" in vars(module) and layout in module.SMOLLM2:
+            config = module.Config(dtype="float32", **options)
+            if not quick and ranks == 2 and not module.problems(config, ranks, real_config()):
                 todo.append(Cell(backend, layout, ranks, options, REAL))
     return todo, refused
 
@@ -226,32 +233,38 @@ def width_of(cell: Cell) -> int:
 
 
 def save_model(kind: str, folder: Path) -> None:
+    """Local: transformers writes on the first rank of a world only."""
     architecture, tied = KINDS[kind]
     config = tiny_config(architecture, tied, num_hidden_layers=4)
     randomize(AutoModelForCausalLM.from_config(config), 7).save_pretrained(folder)
+
+
+def prepare(kind: str, root: Path, world: World) -> tuple[Path, Batch, Reference]:
+    """Collective over the world: the model's folder, the batch, and what plain transformers says of it."""
+    batch = make_rows(GROUPS)
+    if kind == REAL:
+        folder = Path(resolve_model("smollm2-135m-instruct"))
+        return folder, batch, replace(refer(folder, batch, 1), parameters={})
+    if world.rank == 0:
+        save_model(kind, root / kind)
+    barrier(world.control, "model")
+    return root / kind, batch, refer(root / kind, batch, 3)
 
 
 def work(todo: list[Cell], out: Path) -> None:
     """On every rank of one launch: appends a line of JSON for each cell."""
     world = start({cell.layout: width_of(cell) for cell in todo}, todo[0].ranks)
     references: dict[str, tuple] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for cell in todo:
-            if cell.kind not in references:
-                where = Path(resolve_model("smollm2-135m-instruct")) if cell.kind == REAL else Path(folder) / cell.kind
-                if cell.kind != REAL:
-                    save_model(cell.kind, where)  # each rank its own copy: they are alike
-                batch = make_rows(GROUPS)
-                references[cell.kind] = where, batch, refer(where, batch, 1 if cell.kind == REAL else 3)
-                if cell.kind == REAL:
-                    references[cell.kind][2].parameters = {}
-            begin = time.perf_counter()
-            errors = measure(cell, references[cell.kind][0], world.meshes[cell.layout], *references[cell.kind][1:])
-            if world.rank == 0:
-                line = {"cell": asdict(cell), "errors": errors, "seconds": round(time.perf_counter() - begin, 2)}
-                with out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-            barrier(world.control, "cell")
+    for cell in todo:
+        if cell.kind not in references:
+            references[cell.kind] = prepare(cell.kind, out.parent, world)
+        begin = time.perf_counter()
+        errors = measure(cell, references[cell.kind][0], world.meshes[cell.layout], *references[cell.kind][1:])
+        if world.rank == 0:
+            line = {"cell": asdict(cell), "errors": errors, "seconds": round(time.perf_counter() - begin, 2)}
+            with out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        barrier(world.control, "cell")
     close_world(world)
 
 

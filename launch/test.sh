@@ -6,7 +6,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
-if [ "${SPMD_RL_VENV:-}" != none ] && ! python -c 'import math_verify, mypy, peft, reasoning_gym, wandb' 2>/dev/null; then
+
+has_packages() {
+    python -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))' "$@"
+}
+
+if [ "${SPMD_RL_VENV:-}" != none ] && ! has_packages math_verify megatron mypy peft reasoning_gym torchtitan wandb; then
     python -m pip install -qq --requirement requirements/test.txt
 fi
 

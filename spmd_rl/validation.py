@@ -70,7 +70,7 @@ def _type_engine(path: str, raw: dict[str, Any], schema: DictConfig, problems: l
     for parent in parents:
         section = section.get(parent) if isinstance(section.get(parent), dict) else {}
     engine = section.get(key, None if parents else {})
-    if engine is None:
+    if engine is None and parents:
         return raw
     if not isinstance(engine, dict):
         problems.append(f"{path}: {engine} is no section of keys - set {path}.backend and what else it needs")

@@ -112,17 +112,32 @@ def _buckets(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Te
 
 
 def _gather(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """One axis of the mesh after the other: what was cut last is joined first."""
     first = parameters[0]
     if not isinstance(first, DTensor):
         return [p.detach() for p in parameters]
-    mesh, dims = first.device_mesh, [i for i, p in enumerate(first.placements) if not p.is_replicate()]
-    if len(dims) > 1 or any(type(first.placements[i]) is not Shard or first.placements[i].dim for i in dims):
-        return [p.full_tensor().detach() for p in parameters]
-    if not dims or mesh.size(dims[0]) == 1:
-        return [p.to_local().detach() for p in parameters]
-    locals_ = [p.to_local().detach() for p in parameters]
+    mesh, cuts, parts = first.device_mesh, first.placements, [p.to_local().detach() for p in parameters]
+    axes = [i for i, cut in enumerate(cuts) if not cut.is_replicate() and mesh.size(i) > 1]
+    axes.sort(key=lambda i: (type(cuts[i]) is Shard, -i))  # FSDP's strided cut is within a part of tensor parallelism
     gather = gather_in_place if mesh.device_type == "cpu" else gather_flat
-    return gather(locals_, [p.shape for p in parameters], mesh.get_group(dims[0]), torch.device(mesh.device_type))
+    while axes:
+        axis, dim = axes[0], cuts[axes[0]].dim
+        axes = axes[1:]
+        outer = [i for i in reversed(axes) if cuts[i].dim == dim]
+        rows = [part.movedim(dim, 0) for part in parts]
+        shapes = [torch.Size((_held_rows(p, outer, dim), *r.shape[1:])) for p, r in zip(parameters, rows)]
+        whole = gather(rows, shapes, mesh.get_group(axis), torch.device(mesh.device_type))
+        parts = [w.movedim(0, dim).contiguous() for w in whole]
+    return parts
+
+
+def _held_rows(parameter: DTensor, axes: Sequence[int], dim: int) -> int:
+    """Rows in `dim` of this rank's part, were the parameter cut along these axes alone, the first one first."""
+    rows, mesh = parameter.shape[dim], parameter.device_mesh
+    for axis in axes:
+        most = -(-rows // mesh.size(axis))
+        rows = min(most, max(0, rows - most * mesh.get_local_rank(axis)))
+    return rows
 
 
 def gather_in_place(shards: Sequence[Tensor], shapes: Sequence[torch.Size], group: dist.ProcessGroup, device) -> list[Tensor]:

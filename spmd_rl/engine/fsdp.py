@@ -133,6 +133,7 @@ class FSDPEngine(EagerEngine):
         self.sequence_group, self.length_multiple = self.axes.sequence_group, config.ulysses_size
         if config.tensor_parallel_size > 1:
             place(lm, self.axes.dense["tp"])
+            place_experts(lm, self.axes.dense["tp"])
         if self.axes.experts is not None:
             place_experts(lm, self.axes.experts["ep"])
         if not self.plain:

@@ -4,6 +4,7 @@ package, or names it in the configuration: `engine.backend=package.module:Class`
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 MODEL_TYPES = ("language_model", "value_model")
@@ -21,7 +22,11 @@ class EngineRegistry:
     `LAYOUTS: dict[str, tuple[int, dict]]`: parallelisms that tests hold to their numbers, name -> (ranks, Config options)."""
 
     _rows: dict[tuple[str, str, str], str] = {}
-    _extras = {"megatron": "megatron", "torchtitan": "torchtitan", "veomni": "veomni"}
+    _installs = {  # backend, which is also the package that it needs -> how to get it
+        "megatron": 'pip install "spmd_rl[megatron]"',
+        "torchtitan": 'pip install "spmd_rl[torchtitan]"',
+        "veomni": "start with `bash launch/veomni.sh`",
+    }
 
     @classmethod
     def register(cls, model_type: str, backend: str, device: str, path: str) -> None:
@@ -52,23 +57,26 @@ class EngineRegistry:
 
     @classmethod
     def get(cls, model_type: str, backend: str, device: str) -> type:
-        """The class of a row. Raises ValueError listing the rows when unknown, ImportError naming the extra to install."""
+        """The class of a row. Raises ValueError listing the rows when unknown, ImportError saying how to install what it needs."""
         path = cls._rows.get((model_type, backend, device), backend)
         if ":" not in path:
             rows = "; ".join(" / ".join(row) for row in sorted(cls._rows))
             raise ValueError(f"no engine for {model_type} / {backend} / {device}; registered: {rows}")
         module, _, name = path.partition(":")
+        hint = cls._installs.get(backend, f"install the package that provides {path}")
         try:
-            return vars(importlib.import_module(module))[name]
+            found = vars(importlib.import_module(module))[name]
         except ModuleNotFoundError as error:
-            extra = cls._extras.get(backend)
-            hint = f'pip install "spmd_rl[{extra}]"' if extra else f"install the package that provides {path}"
             raise ImportError(f"engine '{backend}' needs '{error.name}', which is not installed - {hint}") from error
+        if backend in cls._installs and importlib.util.find_spec(backend) is None:
+            raise ImportError(f"engine '{backend}' needs '{backend}', which is not installed - {hint}")
+        return found
 
 
 for _model_type in MODEL_TYPES:
     for _device in DEVICES:
         EngineRegistry.register(_model_type, "fsdp", _device, "spmd_rl.engine.fsdp:FSDPEngine")
         EngineRegistry.register(_model_type, "megatron", _device, "spmd_rl.engine.megatron.engine:MegatronEngine")
+        EngineRegistry.register(_model_type, "torchtitan", _device, "spmd_rl.engine.torchtitan:TorchTitanEngine")
 for _device in DEVICES:
     EngineRegistry.register("language_model", "veomni", _device, "spmd_rl.engine.veomni:VeOmniEngine")

@@ -22,7 +22,6 @@ from spmd_rl.engine.exchange import gather_last, split_last, sum_gradients, sum_
 from spmd_rl.engine.hf_names import FUSED_EXPERT_MODELS
 from spmd_rl.engine.logprob import VocabShard
 
-EXPERTS = "moe_tp_experts"
 EMBEDDING, HEAD = "embedding_rowwise", "head"  # of every model here, whatever its plan says
 SPLIT_DIMS = {  # style -> dim of each split parameter; the others are whole on every rank
     "colwise": {"weight": 0, "bias": 0},
@@ -30,7 +29,6 @@ SPLIT_DIMS = {  # style -> dim of each split parameter; the others are whole on 
     "rowwise": {"weight": 1},
     "rowwise_split_input": {"weight": 1},
     "replicated_with_grad_allreduce": {},
-    EXPERTS: {"gate_up_proj": 0, "down_proj": 0},
     EMBEDDING: {"weight": 0},
     HEAD: {"weight": 0},
 }
@@ -43,10 +41,9 @@ def read_config(model: dict) -> PretrainedConfig | None:
 
 
 def plan_of(config: PretrainedConfig) -> dict[str, str]:
-    """Module name, `*` for numbers -> style, of layers; empty where transformers has none. No expert is cut."""
+    """Module name, `*` for numbers -> style, of layers without experts, of which none is cut; empty where there is none."""
     plan = config.base_model_tp_plan or {}
-    experts = tuple(f"{name}." for name, style in plan.items() if style == EXPERTS)
-    return {name: style for name, style in plan.items() if style != EMBEDDING and not name.startswith(experts)}
+    return {name: style for name, style in plan.items() if style != EMBEDDING and ".experts" not in name}
 
 
 def splits_heads(plan: dict[str, str]) -> bool:
@@ -63,10 +60,10 @@ def tensor_parallel_problems(size: int, config: PretrainedConfig) -> list[str]:
     counts = {"intermediate_size": config.intermediate_size}
     if splits_heads(plan):
         counts |= {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}
-    if EXPERTS in plan.values():
-        if kind not in FUSED_EXPERT_MODELS:
-            return [f"{key}: {size}, but of model type '{kind}' no experts are known - set 1"]
+    if kind in FUSED_EXPERT_MODELS:
         counts |= {"num_experts": config.num_experts}
+    elif any(".experts" in name for name in config.base_model_tp_plan):
+        return [f"{key}: {size}, but of model type '{kind}' no experts are known - set 1"]
     if wrong := [f"{name} {n}" for name, n in counts.items() if n % size]:
         common = math.gcd(*counts.values())
         able = [n for n in range(1, common + 1) if common % n == 0]
@@ -170,7 +167,7 @@ def rewire(lm: nn.Module, group: ProcessGroup) -> VocabShard | None:
             _embedding(module, group)
         elif style == HEAD:
             _head(module, group)
-        elif style != EXPERTS:
+        else:
             rewrite(module, lambda own, x: own(x), lambda parameter: sum_gradients(group, parameter)[0])
     head = lm.get_output_embeddings()
     return None if head is None else VocabShard(group, *_vocabulary(head.weight, group))

@@ -51,7 +51,6 @@ LAYOUTS = {
     "ulysses2xfsdp2": (4, {"ulysses_size": 2}),
     "ulysses2xdp2": (4, {"ulysses_size": 2, "shard_size": 2}),
 }
-SMOLLM2 = ("fsdp2", "dp2")  # 9 heads: no Ulysses on 2 ranks
 
 
 def replica_width(config: VeOmniConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spmd_rl.config import Config, OptimizerConfig, engine_of
-from spmd_rl.engine.base import EngineModel
+from spmd_rl.engine.base import BaseEngine, EngineModel
 from spmd_rl.mesh import World
 from spmd_rl.models import resolve_model
 from spmd_rl.roles.generation import Dialogue, RolloutModel
@@ -21,10 +21,6 @@ class ActorRolloutRefWorker:
     def __init__(self, config: Config, world: World, model: RolloutModel, dialogue: Dialogue | None = None):
         self.model = model
         algorithm = config.algorithm
-        common = {
-            "aggregation": algorithm.aggregation,
-            "aggregation_length": algorithm.aggregation_length,
-        }
 
         def scheduled(optimizer: OptimizerConfig, role: str) -> OptimizerConfig:
             return optimizer if optimizer.total_steps else replace(optimizer, total_steps=total_updates(config, role))
@@ -32,46 +28,41 @@ class ActorRolloutRefWorker:
         def engine_model(folder: str, model_type: str = "language_model", trainable: bool = True) -> EngineModel:
             return EngineModel(folder, model_type, trainable, config.model.trust_remote_code, config.trainer.seed)
 
-        self.actor_worker = TrainingWorker(
-            TrainingWorkerConfig(
-                name="actor",
-                engine=engine_of(config, "actor"),
-                model=engine_model(model.folder),
-                optimizer=scheduled(config.optimizer, "actor"),
-                infer_field="old_log_probs",
-                probe=model.probe,
-                with_entropy=algorithm.entropy_coef != 0 or algorithm.entropy_metric,
-                **common,
-            ),
-            world.meshes["actor"],
+        def worker(role: str, reference_of: BaseEngine | None = None, **settings) -> TrainingWorker:
+            made = TrainingWorkerConfig(
+                name=role,
+                engine=engine_of(config, role),
+                aggregation=algorithm.aggregation,
+                aggregation_length=algorithm.aggregation_length,
+                **settings,
+            )
+            return TrainingWorker(made, world.meshes[role], reference_of)
+
+        self.actor_worker = worker(
+            "actor",
+            model=engine_model(model.folder),
+            optimizer=scheduled(config.optimizer, "actor"),
+            infer_field="old_log_probs",
+            probe=model.probe,
+            with_entropy=algorithm.entropy_coef != 0 or algorithm.entropy_metric,
         )
         self.ref_worker = self.critic_worker = None
         if "ref" in world.meshes:
-            actor, mesh = self.actor_worker.engine, world.meshes["ref"]
-            at_hand = actor is not None and actor.has_reference and config.ref.engine is None and mesh == world.meshes["actor"]
-            self.ref_worker = TrainingWorker(
-                TrainingWorkerConfig(
-                    name="ref",
-                    engine=engine_of(config, "ref"),
-                    model=engine_model(model.folder, trainable=False),
-                    optimizer=config.optimizer,
-                    infer_field="ref_log_probs",
-                    **common,
-                ),
-                mesh,
-                actor if at_hand else None,
+            actor = self.actor_worker.engine
+            own = config.ref.engine is not None or world.meshes["ref"] != world.meshes["actor"]
+            self.ref_worker = worker(
+                "ref",
+                actor if actor and actor.has_reference and not own else None,
+                model=engine_model(model.folder, trainable=False),
+                optimizer=config.optimizer,
+                infer_field="ref_log_probs",
             )
         if "critic" in world.meshes:
-            self.critic_worker = TrainingWorker(
-                TrainingWorkerConfig(
-                    name="critic",
-                    engine=engine_of(config, "critic"),
-                    model=engine_model(resolve_model(config.critic.path or model.folder), "value_model"),
-                    optimizer=scheduled(config.critic.optimizer, "critic"),
-                    infer_field="values",
-                    **common,
-                ),
-                world.meshes["critic"],
+            self.critic_worker = worker(
+                "critic",
+                model=engine_model(resolve_model(config.critic.path or model.folder), "value_model"),
+                optimizer=scheduled(config.critic.optimizer, "critic"),
+                infer_field="values",
             )
         mesh = world.meshes["rollout"]
         staged = set(mesh.ranks) == set(world.meshes["actor"].ranks)

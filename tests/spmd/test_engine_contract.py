@@ -12,18 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.parity import Cell, cells, make, measure, missed, refer, save_model, share, start, weighted, width_of
+from benchmarks.parity import Cell, cells, make, measure, missed, prepare, share, start, weighted, width_of
 from spmd_rl.collectives import all_sum, barrier
 from spmd_rl.config import OptimizerConfig
 from spmd_rl.engine.registry import EngineRegistry
 from spmd_rl.mesh import close_world
-from tests.helpers import make_rows
 from tests.launch import run_body, spmd
 
 APART = "veomni"
 BACKENDS = [APART] if find_spec(APART) else [b for b in EngineRegistry.backends() if b != APART]
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, clip_grad_norm=0.5, weight_decay=0.01, total_steps=4)
-GROUPS = [(5, [4, 1, 7]), (9, [3, 3]), (2, [6]), (3, [2, 5, 4])]
 USUAL = "GQA + qk-norm"
 
 
@@ -114,13 +112,12 @@ def check_value_model(cell: Cell, folder, world, batch, **options):
     return float(all_sum(total, mesh.data_group, "values"))
 
 
-def check_bf16(cell: Cell, folder, world, batch):
+def check_bf16(cell: Cell, folder, world, batch, norm: float):
     """bfloat16 compute, float32 master weights, gradients and reduction; a small update is not lost in rounding."""
     engine = build(cell, folder, world, dtype="bfloat16", optimizer=replace(OPTIMIZER, learning_rate=1e-6))
-    expected = refer(folder / cell.kind, batch, 1).norms[0]
     before = weights(engine)
     assert all(tensor.dtype == torch.float32 for tensor in before.values())
-    assert train(engine, world.meshes[cell.layout], batch) == pytest.approx(expected, rel=0.05)
+    assert train(engine, world.meshes[cell.layout], batch) == pytest.approx(norm, rel=0.05)
     after = weights(engine)
     unmoved = [name for name in before if torch.equal(before[name], after[name])]
     assert all(".experts." in name for name in unmoved), unmoved  # an expert may see no token
@@ -130,18 +127,15 @@ def contract(backend: str, world_size: int):
     def body(folder):
         own = layouts(backend, world_size)
         world = start({cell.layout: width_of(cell) for cell in own}, world_size)
-        batch, values = make_rows(GROUPS), {}
-        for kind in {cell.kind: None for cell in own}:
-            if world.rank == 0:
-                save_model(kind, folder / kind)
-        barrier(world.control, "models")
+        prepared = {kind: prepare(kind, folder, world) for kind in {cell.kind: None for cell in own}}
+        values = {}
         for cell in own:
-            mesh = world.meshes[cell.layout]
+            mesh, (_, batch, expected) = world.meshes[cell.layout], prepared[cell.kind]
             engine = build(cell, folder, world)
             check_forward_then_train(engine, mesh, batch)
             check_nonfinite(engine, mesh, batch)
             check_checkpoint(cell, engine, folder, world, batch)
-            check_bf16(cell, folder, world, batch)
+            check_bf16(cell, folder, world, batch, expected.norms[0])
             if EngineRegistry.offers("value_model", backend, mesh.device.type):
                 values[cell.layout, cell.kind] = check_value_model(cell, folder, world, batch)
         usual = [value for (_, kind), value in values.items() if kind == USUAL]
@@ -156,13 +150,10 @@ def parity(backend: str, world_size: int):
         todo = [cell for cell in cells([backend], quick=True)[0] if cell.ranks == world_size]
         world = start({cell.layout: width_of(cell) for cell in todo}, world_size)
         references = {}
-        batch = make_rows(GROUPS)
         for cell in todo:
-            where = folder / f"{cell.kind}-{world.rank}"
             if cell.kind not in references:
-                save_model(cell.kind, where)
-                references[cell.kind] = refer(where, batch, 3)
-            errors = measure(cell, where, world.meshes[cell.layout], batch, references[cell.kind])
+                references[cell.kind] = prepare(cell.kind, folder, world)
+            errors = measure(cell, references[cell.kind][0], world.meshes[cell.layout], *references[cell.kind][1:])
             print(cell, errors)
             assert not missed({"cell": {"kind": cell.kind}, "errors": errors}), (cell, errors)
         close_world(world)
@@ -176,10 +167,8 @@ def reshard(backend: str, world_size: int):
     def body(folder):
         own = [cell for cell in layouts(backend, world_size) if cell.kind == USUAL] or [Cell(backend, "one", 1, {}, USUAL)]
         world = start({cell.layout: width_of(cell) for cell in own}, world_size)
-        batch, stored = make_rows(GROUPS), folder / "after.pt"
-        if world.rank == 0 and not stored.exists():
-            save_model(USUAL, folder / USUAL)
-        barrier(world.control, "model")
+        stored = folder / "after.pt"
+        _, batch, _ = prepare(USUAL, folder, world)
         again = torch.load(stored) if stored.exists() else None
         for cell in own:
             engine, mesh = build(cell, folder, world), world.meshes[cell.layout]

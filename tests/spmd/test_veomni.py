@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity import GROUPS, Cell, make, measure, missed, refer, save_model, share, start
+from benchmarks.parity import Cell, make, measure, missed, prepare, share, start
 from spmd_rl.config import Config, RolloutConfig
 from spmd_rl.engine import veomni
 from spmd_rl.mesh import close_world
 from spmd_rl.train import resolve_auto
 from spmd_rl.validation import validate
-from tests.helpers import make_rows
 from tests.jobs import launch_jobs, metrics, rows
 from tests.launch import spmd
 
@@ -35,10 +34,7 @@ PPO = ["algorithm=ppo", "critic.engine={backend: fsdp}", "algorithm.kl_coef=0.1"
 def test_options_and_two_engines_in_a_process(folder):
     """Every option keeps the numbers; an engine of another layout, made in between, does not disturb the one before."""
     world = start({"1": 1, "2": 2}, 2)
-    where = folder / str(world.rank)
-    save_model(KIND, where)
-    batch = make_rows(GROUPS)
-    expected = refer(where, batch, 3)
+    where, batch, expected = prepare(KIND, folder, world)
     for options in OPTIONS:
         cell = Cell("veomni", "options", 2, options, KIND)
         errors = measure(cell, where, world.meshes[str(options.get("ulysses_size", 1))], batch, expected)
@@ -56,7 +52,8 @@ def test_options_and_two_engines_in_a_process(folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Folder of runs on 2 ranks: of both engines, of PPO with a critic of engine=fsdp, and one stopped and resumed."""
+    """Folder of runs on 2 ranks: of both engines, of PPO with a critic of engine=fsdp, one stopped and resumed, and in other
+    layouts."""
     folder = tmp_path_factory.mktemp("veomni")
     fsdp, ours = [*THREE, "engine=fsdp"], [*THREE, "engine=veomni"]
     half = [*ours, "trainer.save_every=1", "trainer.total_steps=2"]
@@ -64,12 +61,15 @@ def runs(tmp_path_factory) -> Path:
     launch_jobs(folder, 2, {"resumed": ours})
     launch_jobs(folder, 2, {"ulysses": [*ours, "engine.ulysses_size=2"]})
     (folder / "ulysses/rank1.pt").unlink()  # lane 1 trains on the rows of lane 0
+    launch_jobs(folder, 2, {"split": [*ours, "placement=split"]})
     return folder
 
 
 @needs_veomni
 @pytest.mark.spmd
-@pytest.mark.parametrize(("ours", "other"), [("veomni", "fsdp"), ("ulysses", "fsdp"), ("veomni_ppo", "fsdp_ppo")])
+@pytest.mark.parametrize(
+    ("ours", "other"), [("veomni", "fsdp"), ("ulysses", "fsdp"), ("split", "fsdp"), ("veomni_ppo", "fsdp_ppo")]
+)
 def test_a_run_is_that_of_fsdp(runs, ours, other):
     """The same samples, and metrics up to rounding."""
     for step, (got, want) in enumerate(zip(rows(runs / ours), rows(runs / other), strict=True)):
@@ -94,7 +94,7 @@ def configured(engine: veomni.VeOmniConfig, rollout: str = "hf") -> Config:
 def test_vllm_beside_it_is_refused():
     """Both ranges of transformers are named."""
     problems = validate(configured(veomni.VeOmniConfig(backend="veomni"), "vllm"), 2)
-    (line,) = (p for p in problems if p.startswith("rollout.backend: "))
+    (line,) = (p for p in problems if p.startswith("rollout.backend: vllm needs transformers"))
     assert "5.16" in line and "5.9" in line and "rollout=hf" in line
 
 

@@ -63,9 +63,6 @@ LAYOUTS = {
 }
 
 
-SMOLLM2 = ("dp2", "pp2")  # layouts that its 9 heads allow
-
-
 @dataclass(frozen=True)
 class Sizes:
     """The shape of a decoder, from its configuration as a dict (config.json, or a transformers config's `to_dict`)."""

@@ -20,7 +20,6 @@ from transformers import AutoConfig
 from spmd_rl.batch import Batch, TokenOutput
 from spmd_rl.engine.base import BaseEngine, held_bytes, lr_multiplier
 from spmd_rl.engine.megatron.config import LAYOUTS as LAYOUTS
-from spmd_rl.engine.megatron.config import SMOLLM2 as SMOLLM2
 from spmd_rl.engine.megatron.config import Config as Config
 from spmd_rl.engine.megatron.config import problems, sizes_of
 from spmd_rl.engine.megatron.config import process_layout as process_layout
@@ -44,7 +43,7 @@ class MegatronEngine(BaseEngine):
             self.length_multiple *= engine_config.tensor_parallel_size
         self.backend = _backend()
         self.steps = 0  # of the optimizer
-        self.unreduced = False  # gradients of this rank's own rows wait for the others'
+        self.reduced = False  # the gradients are sums over all ranks, and take no more
         self.parts, self.optimizer = None, None
         with self.backend.model.prepare(mesh.device):
             self.layout = self.backend.groups.layout_of(engine_config, len(mesh.ranks), self.sizes.experts > 0)
@@ -98,6 +97,8 @@ class MegatronEngine(BaseEngine):
     def forward_backward_batch(self, micro_batches, loss_function, forward_only=False, with_entropy=False):
         if not micro_batches:
             return [] if forward_only else {}
+        if self.reduced and not forward_only:
+            raise RuntimeError("the gradients are reduced already: optimizer_step comes before the next backward pass")
         micro_batches, stats = list(micro_batches), {}
         extra = -len(micro_batches) % self.config.pipeline_parallel_size if self.config.virtual_pipeline_size > 1 else 0
         data = [batch if len(batch) else dummy_batch() for batch in micro_batches] + [dummy_batch()] * extra
@@ -115,14 +116,12 @@ class MegatronEngine(BaseEngine):
 
         def step(rows: Iterator[tuple[int, Batch]], model) -> tuple[Tensor | Scores, partial]:
             index, batch = next(rows)
-            return model(pack(batch, self.shared_prompt, self.length_multiple, self.mesh.device), with_entropy), partial(
-                finish, index
-            )
+            packed = pack(batch, self.shared_prompt, self.length_multiple, self.mesh.device)
+            return model(packed, with_entropy), partial(finish, index)
 
         self._run(step, data, forward_only)
         self._share(scores, data, with_entropy and not self.value)
         if not forward_only:
-            self.unreduced = True
             return stats if self._is_last() else self._stats(scores, micro_batches, loss_function)
         return [self._shown(batch, scores[i], torch.device("cpu"))[0] for i, batch in enumerate(micro_batches)]
 
@@ -175,13 +174,14 @@ class MegatronEngine(BaseEngine):
 
     def _reduce(self) -> None:
         """Collective over the cell: the gradients become sums over all ranks, each rank's part where its optimizer looks."""
-        if self.unreduced:
+        if not self.reduced:
             self.backend.finalize_model_grads(self.parts)
-            self.unreduced = False
+            self.reduced = True
 
     def optimizer_step(self) -> float:
         self._reduce()
-        norm, limit = math.sqrt(self.backend.shards.squared_norm(self.shards)), self.optimizer_config.clip_grad_norm
+        norm = math.sqrt(self.backend.shards.squared_norm(self.shards, self.mesh.device))
+        limit = self.optimizer_config.clip_grad_norm
         if not math.isfinite(norm):
             self.nonfinite_steps += 1
         else:
@@ -194,6 +194,7 @@ class MegatronEngine(BaseEngine):
         self.optimizer.zero_grad()
         for part in self.parts:
             part.zero_grad_buffer()
+        self.reduced = False
         return norm
 
     def set_lr(self, lr: float) -> None:
@@ -220,14 +221,14 @@ class MegatronEngine(BaseEngine):
             for buffer in part.buffers + part.expert_parallel_buffers:
                 buffer.offload_to_cpu() if away else buffer.reload_from_cpu()
         for shard in self.shards if optimizer and self.optimizer else ():
-            if shard.values.dtype != shard.parameter.dtype:  # a master of its own
+            if shard.has_copy:
                 shard.values.data = shard.values.data.to(device)
             state = shard.optimizer.state[shard.values]
             state.update({name: state[name].to(device) for name in self.backend.shards.MOMENTS if name in state})
 
     def memory(self) -> dict[str, int]:
         parameters = [p for chunk in self.chunks for p in chunk.parameters()]
-        masters = [shard.values for shard in self.shards if shard.values.dtype != shard.parameter.dtype]
+        masters = [shard.values for shard in self.shards if shard.has_copy]
         kept = [shard.optimizer.state[shard.values] for shard in self.shards] if self.optimizer else []
         tensors = {
             "parameters": parameters,
@@ -260,7 +261,7 @@ class MegatronEngine(BaseEngine):
 
 
 def _backend() -> ModuleType:
-    """All that needs Megatron. Raises ImportError, which names the package, where it is not installed."""
+    """All that needs Megatron; `problems` says where it is not installed."""
     from spmd_rl.engine.megatron import backend
 
     return backend

@@ -31,10 +31,19 @@ class Shard:
 
     parameter: nn.Parameter
     start: int
-    values: Tensor  # [n] what is exact: the float32 master where there is one, a view of the parameter where there is none
     pieces: list[Piece]
     owned: bool  # no other rank is asked for these values
+    master: Tensor | None = None  # [n] float32 that the optimizer updates: a copy, or a view of a float32 parameter
     optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """[n], exact."""
+        return self.parameter.data.view(-1) if self.master is None else self.master
+
+    @property
+    def has_copy(self) -> bool:
+        return self.master is not None and self.master.dtype != self.parameter.dtype
 
     def gradient(self) -> Tensor:
         """[n] float32 of the reduced gradient."""
@@ -45,9 +54,8 @@ class Shard:
 
     def publish(self) -> None:
         """Copies a master into its parameter; the other ranks' parts are not touched."""
-        part = self.parameter.data.view(-1)[self.start : self.start + self.values.numel()]
-        if part.data_ptr() != self.values.data_ptr():
-            part.copy_(self.values.detach())
+        if self.has_copy:
+            self.parameter.data.view(-1)[self.start : self.start + self.values.numel()].copy_(self.values.detach())
 
 
 def find_shards(chunks: list[Decoder], sizes: Sizes, optimizer: ChainedOptimizer | None) -> list[Shard]:
@@ -56,9 +64,10 @@ def find_shards(chunks: list[Decoder], sizes: Sizes, optimizer: ChainedOptimizer
     found = []
     for name, parameter in named_parameters(chunks):
         expert = ".experts." in name
-        start, values, adam = parts.get(parameter, (0, None, None)) if parts is not None else (0, parameter.data.view(-1), None)
-        if values is None:  # other ranks keep all of it
+        if parts is not None and parameter not in parts:  # other ranks keep all of it
             continue
+        start, master, adam = parts[parameter] if parts is not None else (0, None, None)
+        stop = start + (parameter if master is None else master).numel()
         if parameter.ndim > 2:
             raise ValueError(f"{name} has {parameter.ndim} dimensions")
         cut = runs(name, parameter.shape[0], sizes, place)
@@ -67,7 +76,7 @@ def find_shards(chunks: list[Decoder], sizes: Sizes, optimizer: ChainedOptimizer
         replicated = name.partition("layers.")[2].partition(".")[2] in WHOLE or "layernorm" in name or name == VALUE_HEAD
         tied_copy = sizes.tied and name == "output_layer.weight"
         owned = alone and not tied_copy and not (replicated and place.tensor_rank)
-        found.append(Shard(parameter, start, values, list(pieces(cut, width, start, start + values.numel())), owned, adam))
+        found.append(Shard(parameter, start, list(pieces(cut, width, start, stop)), owned, master, adam))
     return found
 
 
@@ -87,15 +96,12 @@ def _optimized(optimizer: ChainedOptimizer) -> dict[nn.Parameter, tuple[int, Ten
     return found
 
 
-def squared_norm(shards: Iterable[Shard]) -> Tensor:
+def squared_norm(shards: Iterable[Shard], device: torch.device) -> Tensor:
     """Collective over the cell: the sum of all squared gradients, float64, each parameter once."""
-    device = torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for shard in shards:
-        device = shard.values.device
         if shard.owned:
-            total = total.to(device) + shard.gradient().double().square().sum()
-    total = total.to(device)
+            total += shard.gradient().double().square().sum()
     dist.all_reduce(total)
     return total
 

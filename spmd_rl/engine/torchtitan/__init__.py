@@ -6,6 +6,6 @@ TorchTitan itself is imported when an engine is made.
 from __future__ import annotations
 
 from spmd_rl.engine.torchtitan.engine import TorchTitanEngine
-from spmd_rl.engine.torchtitan.layout import LAYOUTS, SMOLLM2, Config, problems, process_layout, replica_width
+from spmd_rl.engine.torchtitan.layout import LAYOUTS, Config, problems, process_layout, replica_width
 
-__all__ = ["LAYOUTS", "SMOLLM2", "Config", "TorchTitanEngine", "problems", "process_layout", "replica_width"]
+__all__ = ["LAYOUTS", "Config", "TorchTitanEngine", "problems", "process_layout", "replica_width"]

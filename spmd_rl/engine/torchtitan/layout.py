@@ -52,7 +52,6 @@ LAYOUTS = {
     "ep4-tp2": (4, {"expert_parallel_size": 4, "tensor_parallel_size": 2}),
     "ep2-pp2": (4, {"expert_parallel_size": 2, "pipeline_parallel_size": 2}),
 }
-SMOLLM2 = ("fsdp2", "dp2", "cp2")  # 9 heads, 3 key heads, tied embeddings: no other layout of 2 ranks fits
 
 
 def replica_width(config: TorchTitanConfig) -> int:
@@ -140,7 +139,7 @@ def _model_problems(config: TorchTitanConfig, model: dict[str, Any]) -> list[str
             f"set a model of type {', '.join(MODEL_TYPES)}, or engine=fsdp"
         ]
     tied, stages = model.get("tie_word_embeddings", False), config.pipeline_parallel_size * config.virtual_pipeline_size
-    layers, experts = model["num_hidden_layers"], model.get("num_experts") if kind == "qwen3_moe" else None
+    layers, experts = model["num_hidden_layers"], _experts(model)
     found = [
         f"engine.backend: torchtitan has no {what} ({kind}) - set another model, or engine=fsdp" for what in _unlike(model, kind)
     ]
@@ -159,7 +158,7 @@ def _model_problems(config: TorchTitanConfig, model: dict[str, Any]) -> list[str
     if config.expert_parallel_size > 1 and (not experts or experts % config.expert_parallel_size):
         allowed = _divisors(experts) if experts else [1]
         found.append(
-            f"engine.expert_parallel_size: {config.expert_parallel_size} does not divide the {experts or 0} experts of a layer - "
+            f"engine.expert_parallel_size: {config.expert_parallel_size} does not divide the {experts} experts of a layer - "
             f"set one of {allowed}"
         )
     split = {"num_attention_heads": 1, "num_key_value_heads": model["num_attention_heads"], "vocab_size": 1, "intermediate_size": 1}
@@ -172,6 +171,11 @@ def _model_problems(config: TorchTitanConfig, model: dict[str, Any]) -> list[str
             f"{', '.join(f'{name} ({n})' for name, n in odd.items())} - set a common divisor"
         )
     return found
+
+
+def _experts(model: dict[str, Any]) -> int:
+    """Of a layer; transformers writes the key one way and older files have it the other."""
+    return model.get("num_experts") or model.get("num_local_experts") or 0 if model["model_type"] == "qwen3_moe" else 0
 
 
 def _unlike(model: dict[str, Any], kind: str) -> list[str]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import Embedding, FeedForward, FlexAttention, GQAttention, Linear, MoE, QKVLinear, RMSNorm, RoPE
-from torchtitan.models.common.decoder_sharding import dense_param_placement, dense_sequence_parallel_placement
+from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
@@ -110,6 +110,17 @@ class Experts(GroupedExperts):
         gate, down, up = (_local(w) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         parts = x_RD.split(num_tokens_per_expert_E.tolist())
         return torch.cat([F.linear(F.silu(F.linear(x, gate[e])) * F.linear(x, up[e]), down[e]) for e, x in enumerate(parts)])
+
+
+class Mixture(MoE):
+    """TorchTitan's, for tokens that tensor ranks gather: torch 2.13's local_map cuts the gradient of what is still on its way."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):
+        pass
+
+    def forward(self, x_BLD: Tensor) -> Tensor:  # noqa: N803
+        return super().forward(x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD)
 
 
 class TokenHead(Linear):
@@ -237,18 +248,7 @@ def part_config(hf: PretrainedConfig, options: Config, value_model: bool) -> Par
     set_qwen3_sharding_config(config, enable_sp=options.sequence_parallel, enable_ep=options.expert_parallel_size > 1)
     placement = dense_param_placement(tp=spmd.R if value_model else spmd.S(0))
     config.lm_head.sharding_config = ShardingConfig(state_shardings={"weight": placement})
-    if options.sequence_parallel and options.expert_parallel_size == 1:
-        for moe in (layer.moe for layer in config.layers if layer.moe is not None):
-            _gather_apart(moe)
     return config
-
-
-def _gather_apart(moe: MoE.Config) -> None:
-    """The router and the experts each gather the sequence: of one gathered for both, torch 2.13 loses a part of the gradient."""
-    split = dense_sequence_parallel_placement()
-    moe.sharding_config.in_dst_shardings = {"x_BLD": split}
-    moe.router.gate.sharding_config.in_src_shardings = {"input": split}
-    moe.routed_experts.sharding_config.in_src_shardings |= {"x_BLD": split}
 
 
 def _norm(hf: PretrainedConfig, size: int) -> RMSNorm.Config:
@@ -298,9 +298,9 @@ def _feed_forward(size: int, inner: int) -> FeedForward.Config:
     return FeedForward.Config(w1=_linear(size, inner), w2=_linear(inner, size), w3=_linear(size, inner))
 
 
-def _mixture(hf: PretrainedConfig) -> MoE.Config:
+def _mixture(hf: PretrainedConfig) -> Mixture.Config:
     count, top = hf.num_experts, hf.num_experts_per_tok
-    return MoE.Config(
+    return Mixture.Config(
         num_experts=count,
         load_balance_coeff=None,
         router=TokenChoiceTopKRouter.Config(
