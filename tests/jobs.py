@@ -49,7 +49,8 @@ class RecordingTrainer(RLTrainer):
 
     def fit(self, open_writers):
         super().fit(open_writers)
-        torch.save(self.rows, Path(self.config.trainer.run_dir) / f"rank{self.world.rank}.pt")
+        own = self.rows if self.actor.mesh.here and self.actor.mesh.lane == 0 else []  # lanes have the same rows
+        torch.save(own, Path(self.config.trainer.run_dir) / f"rank{self.world.rank}.pt")
 
 
 def run_jobs(folder: Path) -> None:

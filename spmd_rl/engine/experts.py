@@ -25,8 +25,8 @@ def expert_problems(size: int, config: PretrainedConfig) -> list[str]:
     """Why a model's experts cannot be divided over `size` ranks."""
     key, kind = "engine.expert_parallel_size", config.model_type
     if kind not in FUSED_EXPERT_MODELS:
-        able = ", ".join(FUSED_EXPERT_MODELS)
-        return [f"{key}: {size}, but of model type '{kind}' no experts are known (of {able} they are) - set 1"]
+        known = ", ".join(FUSED_EXPERT_MODELS)
+        return [f"{key}: {size}, but of model type '{kind}' no experts are known (of {known} they are) - set 1"]
     if config.num_experts % size:
         able = [n for n in range(1, config.num_experts + 1) if config.num_experts % n == 0]
         return [f"{key}: {size} does not divide the model's {config.num_experts} experts - set one of {able}"]
@@ -49,8 +49,9 @@ def place_experts(lm: nn.Module, mesh: DeviceMesh) -> None:
 def rewire_experts(lm: nn.Module, group: ProcessGroup, same_tokens: bool) -> None:
     """Local: the forward passes of divided experts, once weights are loaded. `same_tokens`: on all ranks of the group."""
     for module in experts_of(lm):
-        module.num_experts //= group.size()
-        rewrite(module, partial(_with_same_tokens if same_tokens else _with_other_tokens, group, module.num_experts))
+        here = module.gate_up_proj.shape[0] // group.size()
+        vars(module)["num_experts"] = here
+        rewrite(module, partial(_with_same_tokens if same_tokens else _with_other_tokens, group, here))
 
 
 def _compute(own: Callable, tokens: Tensor, experts: Tensor) -> Tensor:

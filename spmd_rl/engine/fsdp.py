@@ -157,8 +157,9 @@ class FSDPEngine(EagerEngine):
 
         for module in experts_of(lm) if self.axes.experts is not None else ():
             shard(module, self.axes.experts)
-        for module in (*lm.base_model.layers, self.module):
-            shard(module, self.axes.dense)
+        for layer in lm.base_model.layers:
+            shard(layer, self.axes.dense)
+        shard(self.module, self.axes.dense)
         for part in self._parts():
             part.set_gradient_divide_factor(1.0)  # our gradients are sums
             part.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum

@@ -142,15 +142,15 @@ class _Entry:
 
     def __init__(self, group: ProcessGroup):
         self.group = group
-        self.leave()
+        self.last: tuple[Tensor, Tensor] | None = None  # an input, and what the layers see of it
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x is not self.x:
-            self.x, self.entered = x, sum_gradients(self.group, x)[0]
-        return self.entered
+        if self.last is None or self.last[0] is not x:
+            self.last = x, sum_gradients(self.group, x)[0]
+        return self.last[1]
 
     def leave(self) -> None:
-        self.x = self.entered = None
+        self.last = None
 
 
 def rewire(lm: nn.Module, group: ProcessGroup) -> VocabShard | None:
@@ -197,10 +197,8 @@ def _rows(module: nn.Module, entry: _Entry, splits: bool) -> None:
     rewrite(module, forward, bias=None)  # added once, to the sum
 
 
-def _embedding(module: nn.Module, group: ProcessGroup) -> None:
+def _embedding(module: nn.Embedding, group: ProcessGroup) -> None:
     start, rows = _vocabulary(module.weight, group)
-    if module.padding_idx is not None:
-        module.padding_idx = module.padding_idx - start if 0 <= module.padding_idx - start < rows else None
 
     def forward(own: Callable, ids: Tensor) -> Tensor:
         mine = (ids >= start) & (ids < start + rows)

@@ -39,6 +39,8 @@ def test_problems_name_what_would_work():
         "the 2 ranks that share a copy of a layer - set one of [1, 2]"
         in said(4, "qwen3_moe", expert_parallel_size=4, shard_size=2)[0]
     )
+    both = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+    assert "is split - set true" in said(2, "qwen3_moe", sequence_parallel=False, **both)[0]
     assert "set a model of type llama, qwen2, qwen3, qwen3_moe, or engine=fsdp" in said(2, more={"model_type": "gemma3"})[0]
     assert "has no sliding window" in said(2, "qwen2", {"use_sliding_window": True})[0]
     assert "has no attention bias" in said(2, more={"attention_bias": True})[0]
@@ -112,7 +114,8 @@ def check_gradients_add_up(engine, mesh, batch):
 
 
 def check_other_models(folder, world, batch):
-    """Dense layers among mixtures; and Llama 3's rotary frequencies."""
+    """Dense layers among mixtures; Llama 3's rotary frequencies; and the padding token, whose embedding has no gradient."""
+    batch.input_ids[batch.input_ids % 4 == 3] = 0
     scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     models = {
         "mixed": tiny_config("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[1]),

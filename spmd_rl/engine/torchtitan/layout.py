@@ -71,8 +71,7 @@ def shard_size(config: TorchTitanConfig, num_ranks: int) -> int:
 def length_multiple(config: TorchTitanConfig) -> int:
     """Tokens that a packed row must be a multiple of: two chunks for each context rank, each even over the tensor ranks."""
     context, tensor = config.context_parallel_size, config.tensor_parallel_size
-    split = config.sequence_parallel or config.expert_parallel_size > 1
-    return (2 * context if context > 1 else 1) * (tensor if split else 1)
+    return (2 * context if context > 1 else 1) * (tensor if config.sequence_parallel else 1)
 
 
 def stage_modules(num_layers: int, num_stages: int) -> list[list[str]]:
@@ -105,6 +104,8 @@ def problems(config: TorchTitanConfig, num_ranks: int, model: dict[str, Any] | N
             f"engine.virtual_pipeline_size: {config.virtual_pipeline_size}, but there is no pipeline "
             "(engine.pipeline_parallel_size=1) - set 1, or a pipeline of 2 and more"
         )
+    if not config.sequence_parallel and config.tensor_parallel_size > 1 and config.expert_parallel_size > 1:
+        found.append("engine.sequence_parallel: false, but experts divided over ranks take a sequence that is split - set true")
     return found + _rank_problems(config, num_ranks) + (_model_problems(config, model) if model else [])
 
 

@@ -61,6 +61,22 @@ class Local:
         return self.cache["responses"]
 
 
+class TokenEmbedding(Embedding):
+    """TorchTitan's; as in transformers, the row of the padding token has no gradient."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Embedding.Config):
+        padding: int | None
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.padding = config.padding
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        return out if self.padding is None else out.detach().where((input == self.padding)[..., None], out)
+
+
 class BlocksAttention(FlexAttention):
     """Attention over packed blocks; a FlexAttention, so that TorchTitan gathers keys and values over context ranks."""
 
@@ -238,7 +254,7 @@ def part_config(hf: PretrainedConfig, options: Config, value_model: bool) -> Par
     config = Part.Config(
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
-        tok_embeddings=Embedding.Config(num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size),
+        tok_embeddings=TokenEmbedding.Config(num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, padding=hf.pad_token_id),
         layers=[_layer(hf, index) for index in range(hf.num_hidden_layers)],
         norm=_norm(hf, hf.hidden_size),
         lm_head=head,
