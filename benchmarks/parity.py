@@ -138,7 +138,6 @@ def share(batch: Batch, mesh: RoleMesh, size: int, multiple: int = 1) -> list[Ba
 def refer(folder: Path, batch: Batch, steps: int, optimizer: OptimizerConfig = OPTIMIZER) -> Reference:
     """One process of plain transformers, a row at a time."""
     model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), Reference()
-    model.get_input_embeddings().padding_idx = None  # a pad id in the text has a gradient, which transformers would leave out
     adam = torch.optim.AdamW(
         model.parameters(), optimizer.learning_rate, tuple(optimizer.betas), optimizer.eps, optimizer.weight_decay
     )
@@ -243,7 +242,7 @@ def save_model(kind: str, folder: Path) -> None:
 def prepare(kind: str, root: Path, world: World) -> tuple[Path, Batch, Reference]:
     """Collective over the world: the model's folder, the batch, and what plain transformers says of it."""
     batch = make_rows(GROUPS)
-    batch.input_ids[:, 1] = 0  # the pad id, as a token of the prompts
+    batch.input_ids[:, 1] = 0  # the pad id in the prompts, whose embedding transformers gives no gradient as an input
     if kind == REAL:
         folder = Path(resolve_model("smollm2-135m-instruct"))
         return folder, batch, replace(refer(folder, batch, 1), parameters={})

@@ -40,7 +40,6 @@ class TokenModel(nn.Module):
     def __init__(self, lm: nn.Module, chunk: int, value_head: nn.Linear | None = None):
         super().__init__()
         self.lm, self.chunk, self.value_head = lm, chunk, value_head
-        lm.get_input_embeddings().padding_idx = None  # nothing is padded: a pad id is a token of the text, with its gradient
         self.vocab: VocabShard | None = None  # this rank's part of the head, where it is split
 
     def forward(self, packed: Packed, with_entropy: bool = False, own_logits: bool = False) -> tuple[Tensor, Tensor | None]:

@@ -199,6 +199,8 @@ def _rows(module: nn.Module, entry: _Entry, splits: bool) -> None:
 
 def _embedding(module: nn.Embedding, group: ProcessGroup) -> None:
     start, rows = _vocabulary(module.weight, group)
+    if module.padding_idx is not None:
+        module.padding_idx = module.padding_idx - start if 0 <= module.padding_idx - start < rows else None
 
     def forward(own: Callable, ids: Tensor) -> Tensor:
         mine = (ids >= start) & (ids < start + rows)

@@ -158,6 +158,7 @@ class Decoder(GPTModel):
         )
         self.rotary = LlamaRotaryEmbedding(hf).to(device)
         self.logprob_chunk, self.value_head = logprob_chunk, None
+        self.padding = -1 if hf.pad_token_id is None else hf.pad_token_id
         if value and self.post_process:
             self.output_layer = None
             self.value_head = nn.Linear(sizes.hidden, 1, bias=False, dtype=config.params_dtype, device=device)
@@ -169,7 +170,7 @@ class Decoder(GPTModel):
         """The hidden states for the next stage; of the last one [N] float32 and the entropy [N], alike on its ranks."""
         group = self.pg_collection.cp
         part, mine = part_of(packed, group) if group.size() > 1 else (packed, None)
-        hidden = self.embedding(part.input_ids, None) if self.pre_process else None
+        hidden = self._embed(part.input_ids) if self.pre_process else None
         angles = torch.outer(part.position_ids[0].float(), self.rotary.inv_freq)
         hidden = self.decoder(
             hidden_states=hidden,
@@ -186,6 +187,12 @@ class Decoder(GPTModel):
             return scores
         empty = [None if x is None else x.new_zeros(packed.source.shape) for x in scores]
         return tuple(x if x is None else sum_over(x.index_copy(0, mine, own), group) for x, own in zip(empty, scores))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """[1, t] -> [t, 1, H], or this tensor rank's part; as in transformers, the padding token's row has no gradient."""
+        hidden, group = self.embedding(ids, None), self.pg_collection.tp
+        own = ids[0].chunk(group.size())[group.rank()] if self.config.sequence_parallel else ids[0]
+        return hidden.detach().where((own == self.padding)[:, None, None], hidden)
 
     def _score(self, packed: Packed, hidden: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Of the response tokens that `hidden` [n, H] predicts."""
