@@ -66,7 +66,7 @@ def typed(raw: dict[str, Any]) -> tuple[Config, list[str]]:
 def _type_engine(path: str, raw: dict[str, Any], schema: DictConfig, problems: list[str]) -> dict[str, Any]:
     """Gives the section at `path` the dataclass of its backend; `raw`, without the section where it is none."""
     *parents, key = path.split(".")
-    section = raw
+    section: Any = raw
     for parent in parents:
         section = section.get(parent) if isinstance(section.get(parent), dict) else {}
     engine = section.get(key, None if parents else {})

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from spmd_rl.batch import Batch, TokenOutput, text_batch
@@ -193,12 +195,20 @@ class EagerEngine(BaseEngine):
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
 
-    def micro_batch(self, last: bool) -> AbstractContextManager:
-        """Around one micro-batch of a backward pass: where a subclass postpones the reduction of gradients."""
-        return nullcontext()
+    def sharded(self) -> list[FSDPModule]:
+        return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around a micro-batch of a backward pass: copies of the parameters add theirs up and reduce over one another once."""
+        for part in self.sharded():
+            part.set_requires_all_reduce(last, recurse=False)
+        yield
 
     def release(self) -> None:
-        """After forward passes: a subclass drops what it gathered."""
+        """Gathered weights left by a forward pass would be what `parameters()` yields, and go stale."""
+        for part in self.sharded():
+            part.reshard()
 
     def train_mode(self) -> AbstractContextManager:
         return self._mode(train=True)
@@ -282,7 +292,7 @@ class EagerEngine(BaseEngine):
         return self._stream((name, p.grad) for name, p in self.module.lm.named_parameters() if p.requires_grad)
 
     @torch.no_grad()
-    def _stream(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _stream(self, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in full_tensors(named):
             yield from to_checkpoint(name, tensor)
 

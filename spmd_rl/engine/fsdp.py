@@ -12,12 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from spmd_rl.config import EngineConfig
@@ -27,7 +25,8 @@ from spmd_rl.engine.eager import EagerEngine, TokenModel
 from spmd_rl.engine.experts import experts_of, place_experts, rewire_experts
 from spmd_rl.engine.fsdp_axes import Axes, axes_problems, shard_dim, sharding_mesh, summing_group
 from spmd_rl.engine.half import float32_products, is_emulated
-from spmd_rl.engine.hf_names import sources, stored_files
+from spmd_rl.engine.hf_names import sources
+from spmd_rl.engine.slices import load_slices
 from spmd_rl.engine.tensor_parallel import place, rewire
 
 SMALL = 1_000_000_000  # parameters: below it a host holds whole copies of weights and gradients rather than exchange them often
@@ -116,7 +115,9 @@ class FSDPEngine(EagerEngine):
         self._shard()
         self.module.to_empty(device="cpu" if engine_config.offload else mesh.device)
         lm.tie_weights()
-        _load_slices(self.module, Path(model_config.folder))
+        load_slices(lora.base_parameters(lm), sources, Path(model_config.folder))
+        if head is not None:
+            head.weight.detach().zero_()  # the first values are 0 whatever the state
         lora.draw_adapters(lm, model_config.seed)
         _fill_buffers(lm)
         self._rewire()
@@ -160,7 +161,7 @@ class FSDPEngine(EagerEngine):
         for layer in lm.base_model.layers:
             shard(layer, self.axes.dense)
         shard(self.module, self.axes.dense)
-        for part in self._parts():
+        for part in self.sharded():
             part.set_gradient_divide_factor(1.0)  # our gradients are sums
             part.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
@@ -172,9 +173,6 @@ class FSDPEngine(EagerEngine):
             rewire_experts(self.module.lm, mesh.get_group(), same_tokens=True)
         if self.axes.experts is not None:
             rewire_experts(self.module.lm, self.axes.experts.get_group("ep"), same_tokens=False)
-
-    def _parts(self) -> list[FSDPModule]:
-        return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -202,11 +200,6 @@ class FSDPEngine(EagerEngine):
         for handle in work:
             handle.wait()
 
-    def release(self) -> None:
-        """Gathered weights left by a forward pass would be what `parameters()` yields, and go stale."""
-        for part in self._parts():
-            part.reshard()
-
     @contextmanager
     def reference(self) -> Iterator[None]:
         with lora.adapters_off(self.module.lm), self.eval_mode():
@@ -228,57 +221,6 @@ def no_dropout(config: PretrainedConfig) -> None:
     for name, value in config.to_dict().items():
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
-
-
-def _load_slices(module: TokenModel, folder: Path) -> None:
-    """Copies into each parameter the part of the safetensors files that this rank holds.
-
-    Raises ValueError naming what the files lack, and where shapes differ."""
-    where = stored_files(folder)
-    files = {path: safe_open(path, "pt") for path in set(where.values())}
-    missing = []
-    with torch.no_grad():
-        for name, parameter in lora.base_parameters(module.lm):
-            local, region = _local_region(parameter)
-            for hf_name, place in sources(name, tuple(parameter.shape)):
-                if hf_name not in where:
-                    missing.append(hf_name)
-                elif local.numel():
-                    _copy_overlap(local, region, files[where[hf_name]].get_slice(hf_name), place, parameter.shape, hf_name)
-        if module.value_head is not None:
-            module.value_head.weight.zero_()  # the first values are 0 whatever the state
-    if missing:
-        raise ValueError(f"model.path: {folder} lacks {len(missing)} tensors of its architecture: {', '.join(missing[:5])}")
-
-
-def _local_region(parameter: nn.Parameter) -> tuple[Tensor, list[slice]]:
-    """(this rank's part, where it lies in the whole)."""
-    if not isinstance(parameter, DTensor):
-        return parameter.data, [slice(0, n) for n in parameter.shape]
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), [slice(o, o + n) for o, n in zip(offset, shape)]
-
-
-def _copy_overlap(local: Tensor, region: list[slice], stored, place: tuple, shape: torch.Size, name: str) -> None:
-    """Copies the overlap of a stored tensor, which fills `place` (one int or slice a dim) of a parameter, with `region`."""
-    into, out_of, sizes = [], [], []
-    for dim, held in enumerate(region):
-        part = place[dim] if dim < len(place) else slice(None)
-        if isinstance(part, int):
-            if not held.start <= part < held.stop:
-                return
-            into.append(part - held.start)
-            continue
-        begin, end, _ = part.indices(shape[dim])
-        low, high = max(begin, held.start), min(end, held.stop)
-        if low >= high:
-            return
-        into.append(slice(low - held.start, high - held.start))
-        out_of.append(slice(low - begin, high - begin))
-        sizes.append(end - begin)
-    if list(stored.get_shape()) != sizes:
-        raise ValueError(f"model.path: tensor {name} has shape {stored.get_shape()}, its architecture wants {sizes}")
-    local[tuple(into)].copy_(stored[tuple(out_of)])
 
 
 def _fill_buffers(lm: nn.Module) -> None:

@@ -6,15 +6,12 @@ VeOmni itself is imported when an engine is made: it lives in an environment of 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, PretrainedConfig
 
 from spmd_rl.config import EngineConfig
@@ -115,26 +112,11 @@ class VeOmniEngine(EagerEngine):
                 lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             _shard(self.module, engine_config, shard > 1, pin=mesh.device.type == "cuda")
         lm.tie_weights()
-        for part in self._parts():
+        for part in self.sharded():
             part.set_gradient_divide_factor(1.0)  # our gradients are sums
             part.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         load_slices(lm.named_parameters(), sources, Path(model_config.folder))
         self.finish_build()
-
-    def _parts(self) -> list[FSDPModule]:
-        return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
-
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Copies of the parameters add up their micro-batches and reduce over one another once."""
-        for part in self._parts():
-            part.set_requires_all_reduce(last, recurse=False)
-        yield
-
-    def release(self) -> None:
-        """Gathered weights left by a forward pass would be what `parameters()` yields, and go stale."""
-        for part in self._parts():
-            part.reshard()
 
 
 def _parallel_state(num_ranks: int, shard: int, ulysses: int) -> Any:

@@ -27,9 +27,9 @@ class BlocksAttention(nn.Module):
         self.scale = softmax_scale
 
     def forward(
-        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params: PackedBlocks = None
+        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ) -> Tensor:
         """query [t, 1, H, D], key and value [t, 1, K, D] of this context rank's tokens -> [t, 1, H * D]."""
-        rows = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out, _ = blocks_attention(self, *rows, None, scaling=self.scale, packed=packed_seq_params.packed)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out, _ = blocks_attention(self, query, key, value, None, scaling=self.scale, packed=packed_seq_params.packed)
         return out.flatten(2).transpose(0, 1)

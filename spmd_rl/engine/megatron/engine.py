@@ -151,7 +151,7 @@ class MegatronEngine(BaseEngine):
         flat = torch.zeros(width, sum(counts), device=self.mesh.device)
         if self._is_last():
             for row in range(width):
-                torch.cat([scores[i][row] for i in range(len(data))], out=flat[row])
+                torch.cat([x for i in range(len(data)) if (x := scores[i][row]) is not None], out=flat[row])
         dist.broadcast(flat, group=group, group_src=group.size() - 1)
         for i, found in enumerate(zip(*(row.split(counts) for row in flat))):
             scores[i] = found if with_entropy else (found[0], None)

@@ -185,8 +185,12 @@ class Decoder(GPTModel):
         scores = self._score(part, hidden[:, 0].index_select(0, part.source), with_entropy)
         if mine is None:
             return scores
-        empty = [None if x is None else x.new_zeros(packed.source.shape) for x in scores]
-        return tuple(x if x is None else sum_over(x.index_copy(0, mine, own), group) for x, own in zip(empty, scores))
+
+        def whole(own: Tensor) -> Tensor:
+            return sum_over(own.new_zeros(packed.source.shape).index_copy(0, mine, own), group)
+
+        tokens, entropy = scores
+        return whole(tokens), None if entropy is None else whole(entropy)
 
     def _embed(self, ids: Tensor) -> Tensor:
         """[1, t] -> [t, 1, H], or this tensor rank's part; as in transformers, the padding token's row has no gradient."""

@@ -52,10 +52,10 @@ class Place:
 
 
 class Run(NamedTuple):
-    """`count` rows of a parameter from `first` on: a rectangle of checkpoint tensor `name` whose corner is (row, column)."""
+    """`rows` rows of a parameter from `first` on: a rectangle of checkpoint tensor `name` whose corner is (row, column)."""
 
     first: int
-    count: int
+    rows: int
     name: str
     row: int
     column: int = 0
@@ -74,7 +74,7 @@ def checkpoint_shapes(sizes: Sizes, value_model: bool) -> dict[str, tuple[int, .
     """The checkpoint's tensors, in the order in which they are streamed; a value model's own head is in none."""
     bias, norms = FAMILIES[sizes.model_type]
     hidden, queries, keys = sizes.hidden, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    found = {EMBEDDING: (sizes.vocabulary, hidden)}
+    found: dict[str, tuple[int, ...]] = {EMBEDDING: (sizes.vocabulary, hidden)}
     for index in range(sizes.layers):
         layer = f"model.layers.{index}."
         for part, rows in (("q", queries), ("k", keys), ("v", keys)):
@@ -170,7 +170,7 @@ def pieces(found: list[Run], width: int | None, start: int, stop: int) -> Iterat
     A range that begins or ends inside a row gives that row a rectangle of its own."""
     row_size = width or 1
     for run in found:
-        low, high = max(start, run.first * row_size), min(stop, (run.first + run.count) * row_size)
+        low, high = max(start, run.first * row_size), min(stop, (run.first + run.rows) * row_size)
         while low < high:
             row, column = divmod(low, row_size)
             whole = 0 if column else (high - low) // row_size

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,13 +53,12 @@ class TorchTitanEngine(EagerEngine):
             from spmd_rl.engine.torchtitan import cpu
 
             cpu.prepare()
-        from spmd_rl.engine.torchtitan.build import build, sharded_modules
+        from spmd_rl.engine.torchtitan.build import build
 
         self.length_multiple = length_multiple(engine_config)
         hf = AutoConfig.from_pretrained(model_config.folder, trust_remote_code=model_config.trust_remote_code)
         built = build(hf, engine_config, len(mesh.ranks), mesh.device, model_config.model_type == "value_model")
         self.dims, self.shapes = built.dims, built.shapes
-        self.sharded = [module for part in built.parts for module in sharded_modules(part)]
         self.module = Stages(built.parts, self._localize)
         self.rotary = LlamaRotaryEmbedding(hf).to(mesh.device)
         self.pipeline = self._pipeline(built, hf.hidden_size) if engine_config.pipeline_parallel_size > 1 else None
@@ -106,18 +105,6 @@ class TorchTitanEngine(EagerEngine):
         """This rank's parameters that a checkpoint has."""
         return {name: parameter for name, parameter in self.module.named_parameters() if self._in_checkpoint(name)}
 
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """Copies of the parameters add up their micro-batches and reduce over one another once."""
-        for module in self.sharded:
-            module.set_requires_all_reduce(last, recurse=False)
-        yield
-
-    def release(self) -> None:
-        """Gathered weights left by a forward pass would be what `parameters()` yields, and go stale."""
-        for module in self.sharded:
-            module.reshard()
-
     def gradient_norm(self, parameters: list[nn.Parameter]) -> float:
         norm = global_norm(parameters)
         if self.pipeline is None:
@@ -127,7 +114,7 @@ class TorchTitanEngine(EagerEngine):
         return math.sqrt(float(total))
 
     def forward_backward_batch(self, micro_batches, loss_function, forward_only=False, with_entropy=False):
-        if self.pipeline is None:
+        if self.pipeline is None or not micro_batches:
             return super().forward_backward_batch(micro_batches, loss_function, forward_only, with_entropy)
         return self._run_pipeline(list(micro_batches), loss_function, forward_only, with_entropy)
 
@@ -179,7 +166,7 @@ class TorchTitanEngine(EagerEngine):
         return self._stream_stages({name: parameter.grad for name, parameter in self._stored().items()})
 
     @torch.no_grad()
-    def _stream_stages(self, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _stream_stages(self, held: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """Stage by stage; the ranks that hold one gather it and send it to those of the other stages."""
         for stage, shapes in enumerate(self.shapes):
             shapes = [(name, shape) for name, shape in shapes if self._in_checkpoint(name)]

@@ -238,10 +238,12 @@ class Part(Qwen3Model):
             return self.lm_head(hidden, packed.targets, packed.temperature, with_entropy)
         found = self.lm_head(hidden, packed.targets[which], packed.temperature[which], with_entropy)
         total, group = len(packed.targets), self.context_mesh.get_group()
-        tokens, entropy = (
-            None if out is None else sum_over(out.new_zeros(total).index_copy(0, which, out), group) for out in found
-        )
-        return tokens, entropy
+
+        def whole(own: Tensor) -> Tensor:
+            return sum_over(own.new_zeros(total).index_copy(0, which, own), group)
+
+        tokens, entropy = found
+        return whole(tokens), None if entropy is None else whole(entropy)
 
 
 def part_config(hf: PretrainedConfig, options: Config, value_model: bool) -> Part.Config:
