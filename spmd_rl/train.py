@@ -382,7 +382,7 @@ def introduce(config: Config, launch: Launch, world: World, parts: Parts, run_di
         return
     print(f"[spmd_rl] {launch}; {config.trainer.device}, {config.engine.backend} in {config.engine.dtype}; run folder {run_dir}")
     if config.trainer.device == "cpu" and "bfloat16" in (config.engine.dtype, config.rollout.dtype) and not cpu_has_bf16():
-        print("[spmd_rl] this CPU has no bfloat16 instructions: float32 is several times faster here (engine.dtype=float32)")
+        print("[spmd_rl] this CPU has no bfloat16 instructions: float32 is faster here (engine.dtype=float32)")
     for line in describe(world.meshes, hosts):
         print(f"[spmd_rl] {line}")
     for source in filter(None, (parts.train, parts.val)):

@@ -71,13 +71,17 @@ class BaseEngine(ABC):
         self.updates = 0  # steps of the schedule
         self.nonfinite_steps = 0  # updates refused because of the gradient
 
-    @abstractmethod
     def train_mode(self) -> AbstractContextManager:
         """Gradients on; weights and optimizer on the device, taken back at the end where offload is on."""
+        return self._mode(train=True)
 
-    @abstractmethod
     def eval_mode(self) -> AbstractContextManager:
         """Gradients off; weights on the device, taken back at the end where offload is on."""
+        return self._mode(train=False)
+
+    @abstractmethod
+    def _mode(self, train: bool) -> AbstractContextManager:
+        """Either of the two."""
 
     def reference(self) -> AbstractContextManager:
         """As `eval_mode`, with the model as it was before training; only where `has_reference`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -209,12 +209,6 @@ class EagerEngine(BaseEngine):
         """Gathered weights left by a forward pass would be what `parameters()` yields, and go stale."""
         for part in self.sharded():
             part.reshard()
-
-    def train_mode(self) -> AbstractContextManager:
-        return self._mode(train=True)
-
-    def eval_mode(self) -> AbstractContextManager:
-        return self._mode(train=False)
 
     @contextmanager
     def _mode(self, train: bool) -> Iterator[None]:

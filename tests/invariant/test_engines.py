@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from safetensors.torch import load_file
 from spmd_rl.metrics import read_jsonl
 from tests.invariant.test_layouts import COMMON, STEPS, check_metrics, check_rows
 from tests.jobs import launch_jobs, metrics, rows
-from tests.launch import start_ranks, wait_ranks
+from tests.launch import ROOT, free_port, start_ranks, wait_ranks
 from tests.spmd.test_engine_contract import APART, BACKENDS
 
 CLASSES = {
@@ -114,3 +117,35 @@ def test_two_ranks_train_and_vllm_samples_beside_them(backend, tmp_path):
     assert len(told) == STEPS and all(row["actor/grad_norm"] > 0.01 for row in told)
     assert all(0 < row["rollout/probe_diff_max"] < 1e-4 and row["traffic/weights_bytes"] > 0 for row in told)
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in told)
+
+
+PRETRAINED = {
+    "fsdp": ["engine=fsdp"],
+    "megatron-dp2": ["engine=megatron"],
+    "megatron-pp2": ["engine=megatron", "engine.pipeline_parallel_size=2"],
+    "torchtitan-dp2": ["engine=torchtitan", "engine.shard_size=1"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.spmd
+@pytest.mark.network
+def test_the_pretrained_model_by_each_engine(tmp_path):
+    """As a user types it, with vLLM: the same samples and rewards as engine=fsdp, and what they train to."""
+    told = {}
+    for name, overrides in PRETRAINED.items():
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())),
+            *("-m", "spmd_rl.train", "--config-name", "quickstart", "rollout.n=4", "rollout.max_response_tokens=8"),
+            *("trainer.total_steps=2", "trainer.keep=0", "trainer.val_before=false", "trainer.eval_every=0", "data.val=null"),
+            *("trainer.device=cpu", f"trainer.run_dir={tmp_path / name}", "algorithm.entropy_coef=0.001", *overrides),
+        ]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        told[name] = metrics(tmp_path / name)
+        print(name, [(row["reward/mean"], row["actor/grad_norm"], row["rollout/logprob_diff_max"]) for row in told[name]])
+    for name, found in told.items():
+        for got, want in zip(found, told["fsdp"], strict=True):
+            assert got["reward/mean"] == pytest.approx(want["reward/mean"], abs=1e-6), name
+            assert got["actor/grad_norm"] == pytest.approx(want["actor/grad_norm"], rel=1e-3), name
+            assert got["rollout/logprob_diff_max"] < 1e-3

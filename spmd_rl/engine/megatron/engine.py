@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -70,12 +70,6 @@ class MegatronEngine(BaseEngine):
         """From the parts that the optimizer's ranks hold."""
         for part in self.parts or ():
             part.start_param_sync()
-
-    def train_mode(self) -> AbstractContextManager:
-        return self._mode(train=True)
-
-    def eval_mode(self) -> AbstractContextManager:
-        return self._mode(train=False)
 
     @contextmanager
     def _mode(self, train: bool) -> Iterator[None]:
