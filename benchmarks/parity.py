@@ -51,11 +51,11 @@ REAL = "SmolLM2-135M"
 TARGETS = {"log_probs": 1e-5, "gradient": 1e-4, "grad_norm": 1e-4, "loss": 1e-5, "parameters": 1e-6, "export": 0.0}
 REAL_TARGETS = TARGETS | {"log_probs": 5e-5}
 MEANING = {
-    "log_probs": "largest |log-prob - reference|, nats, over two micro-batch budgets, with and without shared prompts",
+    "log_probs": "largest difference of a log-prob, nats, over two micro-batch budgets, with and without shared prompts",
     "gradient": "worst relative L2 difference of a parameter's gradient, over three steps of other micro-batches",
     "grad_norm": "largest relative difference of the gradient norm",
     "loss": "largest relative difference of the summed loss",
-    "parameters": "largest |parameter - reference| after 3 AdamW steps, learning rate 1e-5, clipped at 1.0",
+    "parameters": "largest difference of a parameter after 3 AdamW steps, learning rate 1e-5, clipped at 1.0",
     "export": "tensors that import and export do not leave bitwise as they were",
 }
 OPTIMIZER = OptimizerConfig(learning_rate=1e-5, clip_grad_norm=1.0, weight_decay=0.01, total_steps=4)
