@@ -219,12 +219,12 @@ def measure(cell: Cell, folder: Path, mesh: RoleMesh, batch: Batch, expected: Re
     return dict(zip(names, all_max_float([errors[n] for n in names], torch.distributed.group.WORLD, "errors")))
 
 
-def start(layouts: dict[str, int], world_size: int) -> World:
+def start(layouts: dict[str, int], world_size: int, device: str = "cpu") -> World:
     """The world with a mesh for each layout, {name: ranks of a replica}; all share the one cell."""
     launch, timeouts = detect_launch(), TimeoutConfig(collective=300, phase=300)
     ranks = tuple(range(world_size))
     roles = {name: Role(ranks, world_size // width) for name, width in layouts.items()}
-    return split_world(roles, launch, open_store(launch, timeouts), "cuda" if torch.cuda.is_available() else "cpu", timeouts)
+    return split_world(roles, launch, open_store(launch, timeouts), device, timeouts)
 
 
 def width_of(cell: Cell) -> int:
@@ -252,9 +252,9 @@ def prepare(kind: str, root: Path, world: World) -> tuple[Path, Batch, Reference
     return root / kind, batch, refer(root / kind, batch, 3)
 
 
-def work(todo: list[Cell], out: Path) -> None:
+def work(todo: list[Cell], out: Path, device: str) -> None:
     """On every rank of one launch: appends a line of JSON for each cell."""
-    world = start({cell.layout: width_of(cell) for cell in todo}, todo[0].ranks)
+    world = start({cell.layout: width_of(cell) for cell in todo}, todo[0].ranks, device)
     references: dict[str, tuple] = {}
     for cell in todo:
         if cell.kind not in references:
@@ -269,14 +269,23 @@ def work(todo: list[Cell], out: Path) -> None:
     close_world(world)
 
 
-def run_cells(todo: list[Cell]) -> list[dict[str, Any]]:
+def run_cells(todo: list[Cell], device: str) -> list[dict[str, Any]]:
     """Measures cells of one engine and number of ranks; where a launch dies, the cell it died in is reported, the rest follow."""
     found: list[dict[str, Any]] = []
     while todo:
         with tempfile.TemporaryDirectory() as folder:
             out, log = Path(folder) / "out.jsonl", Path(folder) / "log.txt"
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(todo[0].ranks)]
-            command += ["-m", "benchmarks.parity", "--work", json.dumps([asdict(cell) for cell in todo]), "--out", str(out)]
+            command += [
+                "-m",
+                "benchmarks.parity",
+                "--work",
+                json.dumps([asdict(cell) for cell in todo]),
+                "--out",
+                str(out),
+                "--device",
+                device,
+            ]
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             with log.open("w") as file:
                 code = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
@@ -342,13 +351,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=None, help="default: those that can be imported here")
     parser.add_argument("--layouts", nargs="+", default=None, help="only these")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a device for each rank, and --out elsewhere"
+    )
     parser.add_argument("--quick", action="store_true", help="every layout once and every model once")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/parity", help="written: OUT.md, OUT.json")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        work([Cell(**cell) for cell in json.loads(args.work)], args.out)
+        work([Cell(**cell) for cell in json.loads(args.work)], args.out, args.device)
         return 0
     backends = args.engines or [b for b in EngineRegistry.backends() if importable(b)]
     todo, refused = cells(backends, args.quick)
@@ -358,7 +370,7 @@ def main() -> int:
     for backend in backends:
         lines = []
         for ranks in sorted({cell.ranks for cell in todo if cell.backend == backend}):
-            lines += run_cells([cell for cell in todo if (cell.backend, cell.ranks) == (backend, ranks)])
+            lines += run_cells([cell for cell in todo if (cell.backend, cell.ranks) == (backend, ranks)], args.device)
         why = [{"cell": asdict(cell), "why": text} for cell, text in refused if cell.backend == backend]
         results[backend] = {"cells": lines, "refused": why}
     write(args.out, results)

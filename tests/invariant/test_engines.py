@@ -48,15 +48,23 @@ def classes(backend: str, layout: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """class -> run folder, on one rank."""
+    """class -> run folder, on one rank; "converted" goes on from the export of "grpo"."""
     folder = tmp_path_factory.mktemp("one")
-    launch_jobs(folder, 1, {name: [*COMMON, *EXPORT, *overrides] for name, overrides in CLASSES.items()})
-    return {name: folder / name for name in CLASSES}
+    jobs = {name: [*COMMON, *EXPORT, *overrides] for name, overrides in CLASSES.items()}
+    jobs["converted"] = converted(folder / "grpo")
+    launch_jobs(folder, 1, jobs)
+    return {name: folder / name for name in jobs}
+
+
+def converted(run) -> list[str]:
+    """A job of engine=fsdp whose model is what a run has exported."""
+    return [*COMMON, "trainer.total_steps=1", f"model.path={run}/hf"]
 
 
 @pytest.fixture(scope="module", params=OTHERS)
 def runs(request, tmp_path_factory):
-    """(class, layout) -> run folder of a backend, in one launch of 2 ranks; "resumed" goes on from a step of "grpo"."""
+    """(class, layout) -> run folder of a backend, in one launch of 2 ranks; "resumed" goes on from a step of "grpo", "converted"
+    from its export."""
     backend, jobs = request.param, {}
     folder = tmp_path_factory.mktemp(backend)
     for layout, overrides in TWO[backend].items():
@@ -64,6 +72,7 @@ def runs(request, tmp_path_factory):
             jobs[f"{name}-{layout}"] = [*COMMON, *EXPORT, *CLASSES[name], f"engine={backend}", *overrides]
         step = f"trainer.resume={folder}/grpo-{layout}/checkpoints/step_000002"
         jobs[f"resumed-{layout}"] = [*jobs[f"grpo-{layout}"], step]
+        jobs[f"converted-{layout}"] = converted(folder / f"grpo-{layout}")
     launch_jobs(folder, 2, jobs)
     return {tuple(name.split("-")): folder / name for name in jobs}
 
@@ -87,9 +96,19 @@ def check_export(run, one) -> None:
 @pytest.mark.spmd
 def test_the_same_trajectory(runs, expected):
     for (name, layout), run in runs.items():
-        if name != "resumed":
+        if name in CLASSES:
             print(name, layout)
             check_same(run, expected[name])
+
+
+@pytest.mark.spmd
+def test_another_engine_goes_on_from_an_export(runs, expected):
+    (want,) = metrics(expected["converted"])
+    for (name, layout), run in runs.items():
+        if name == "converted":
+            (got,) = metrics(run)
+            for key in ("reward/mean", "actor/loss", "actor/grad_norm"):
+                assert got[key] == pytest.approx(want[key], rel=1e-4, abs=1e-5), (layout, key)
 
 
 @pytest.mark.spmd
