@@ -21,7 +21,7 @@ from spmd_rl.mesh import Role, close_world, open_store, split_world
 from spmd_rl.roles.generation import Request, RolloutModel
 from spmd_rl.roles.stage import Stage
 from tests.helpers import make_rows, tiny_config, wide_model
-from tests.launch import spmd
+from tests.launch import ROOT, spmd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA device")]
 
@@ -119,3 +119,11 @@ def test_hf_sleeps_and_wakes(folder):
 @spmd(1)
 def test_vllm_sleeps_and_wakes(folder):
     check_sleep("vllm", folder)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA devices")
+def test_every_engine_is_at_parity_on_devices(tmp_path):
+    options = ["--device", "cuda", "--quick", "--check", "--out", str(tmp_path / "parity")]
+    command = [sys.executable, "-m", "benchmarks.parity", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
