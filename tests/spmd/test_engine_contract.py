@@ -129,13 +129,14 @@ def contract(backend: str, world_size: int):
         world = start({cell.layout: width_of(cell) for cell in own}, world_size)
         prepared = {kind: prepare(kind, folder, world) for kind in {cell.kind: None for cell in own}}
         values = {}
-        for cell in own:
+        for i, cell in enumerate(own):
             mesh, (_, batch, expected) = world.meshes[cell.layout], prepared[cell.kind]
             engine = build(cell, folder, world)
             check_forward_then_train(engine, mesh, batch)
             check_nonfinite(engine, mesh, batch)
             check_checkpoint(cell, engine, folder, world, batch)
-            check_bf16(cell, folder, world, batch, expected.norms[0])
+            if i % 2 == 0:
+                check_bf16(cell, folder, world, batch, expected.norms[0])
             if EngineRegistry.offers("value_model", backend, mesh.device.type):
                 values[cell.layout, cell.kind] = check_value_model(cell, folder, world, batch)
         usual = [value for (_, kind), value in values.items() if kind == USUAL]
@@ -208,7 +209,8 @@ BODIES = {
     for backend in BACKENDS
     for ranks in SIZES_OF[backend]
 }
-globals().update(BODIES)
+SLOW = [name for name in BODIES if name.startswith("test_contract") and "_on_2_" not in name]  # parity and resharding go there
+globals().update(BODIES | {name: pytest.mark.slow(BODIES[name]) for name in SLOW})
 RESHARDS = {(backend, n): named(reshard(backend, n), f"reshard_{backend}_{n}") for backend in BACKENDS for n in (1, 2, 4)}
 
 
