@@ -165,8 +165,8 @@ def engine_problems(config: Config, placement: dict[str, Ranks], models: dict[st
         if not registry.offers(model_type, engine.backend, config.trainer.device):
             able = [b for b in registry.backends() if registry.offers(model_type, b, config.trainer.device)]
             found.append(
-                f"{role}.engine: {engine.backend} trains no {model_type} on {config.trainer.device} - "
-                f"set {role}.engine.backend to one of {', '.join(able)}"
+                f"{path}: {engine.backend} trains no {model_type} on {config.trainer.device} - "
+                f"set {'engine' if role == 'actor' else f'{role}.engine'}.backend to one of {', '.join(able)}"
             )
             continue
         module = registry.module(engine.backend)

@@ -130,7 +130,7 @@ def _gather(parameters: Sequence[Tensor]) -> list[Tensor]:
         shapes = [torch.Size((_held_rows(p, outer, dim), *r.shape[1:])) for p, r in zip(parameters, rows)]
         whole = gather(rows, shapes, mesh.get_group(axis), torch.device(mesh.device_type))
         parts = [w.movedim(0, dim).contiguous() for w in whole]
-    return parts
+    return [part.to(mesh.device_type) for part in parts]  # offload keeps those that nothing cuts on the host
 
 
 def _held_rows(parameter: DTensor, axes: Sequence[int], dim: int) -> int:
@@ -258,11 +258,15 @@ class EagerEngine(BaseEngine):
             return TokenOutput(values=none)
         return TokenOutput(log_probs=none, entropy=none if with_entropy else None)
 
+    def reduce_gradients(self) -> None:
+        """Collective, before gradients are read: what a subclass has not summed over the ranks yet."""
+
     def gradient_norm(self, parameters: list[nn.Parameter]) -> float:
         """Collective: over all ranks. A subclass adds what other ranks hold other parameters of."""
         return global_norm(parameters)
 
     def optimizer_step(self) -> float:
+        self.reduce_gradients()
         parameters = self._trained()
         norm, limit = self.gradient_norm(parameters), self.optimizer_config.clip_grad_norm
         if not math.isfinite(norm):
@@ -283,6 +287,7 @@ class EagerEngine(BaseEngine):
         return self._stream((name, p) for name, p in self.module.lm.named_parameters())
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        self.reduce_gradients()
         return self._stream((name, p.grad) for name, p in self.module.lm.named_parameters() if p.requires_grad)
 
     @torch.no_grad()
@@ -316,7 +321,8 @@ class EagerEngine(BaseEngine):
         dcp.load(state, checkpoint_id=folder)
         set_model_state_dict(self.module, state["model"], options=StateDictOptions(strict=False))  # all of `state` was there
         self.updates, self.nonfinite_steps = (int(n) for n in state["counters"])
-        self.set_lr(self.optimizer_config.learning_rate * lr_multiplier(self.optimizer_config, self.updates))
+        if self.optimizer:
+            self.set_lr(self.optimizer_config.learning_rate * lr_multiplier(self.optimizer_config, self.updates))
 
     def _state(self) -> dict:
         state = {"model": get_model_state_dict(self.module), "counters": torch.tensor([self.updates, self.nonfinite_steps])}
@@ -349,7 +355,9 @@ class EagerEngine(BaseEngine):
 
             def difference(shared: bool) -> float:
                 packed = pack(rows, shared, self.length_multiple, self.mesh.device)
-                return float((self._tokens(packed)[0] - torch.cat(own)).abs().mean())
+                largest = (self._tokens(packed)[0] - torch.cat(own)).abs().mean()
+                dist.all_reduce(largest, dist.ReduceOp.MAX)  # all ranks go on alike
+                return float(largest)
 
             plain = difference(shared=False)
             if not plain <= tolerance:

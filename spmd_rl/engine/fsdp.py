@@ -91,6 +91,7 @@ class FSDPEngine(EagerEngine):
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config, mesh):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config, mesh)
         register_attention()
+        self.reduced = False  # plain gradients, over the ranks
         self.has_reference = bool(engine_config.lora_rank) and model_config.trainable
         hf_config = AutoConfig.from_pretrained(model_config.folder, trust_remote_code=model_config.trust_remote_code)
         if wrong := axes_problems(engine_config, len(mesh.ranks), hf_config.to_dict()):
@@ -128,7 +129,7 @@ class FSDPEngine(EagerEngine):
         num_ranks, lm = len(self.mesh.ranks), self.module.lm
         small = device == "cpu" and sum(p.numel() for p in self.module.parameters()) < SMALL
         shard = config.shard_size or (1 if small and exact else num_ranks // config.tensor_parallel_size)
-        self.once = shard == 1 or (small if config.gather_once is None else config.gather_once)
+        self.once = (small or shard == 1) if config.gather_once is None else config.gather_once
         self.plain = shard == 1 and exact and not config.offload
         self.axes = Axes(config, num_ranks, None if self.plain else shard, device)
         self.sequence_group, self.length_multiple = self.axes.sequence_group, config.ulysses_size
@@ -176,14 +177,25 @@ class FSDPEngine(EagerEngine):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Reduces the gradients of each, or once where a whole gradient fits."""
+        """Reduces the gradients of each, or once where a whole gradient fits; over copies of the parameters once."""
+        if self.reduced:
+            raise RuntimeError("the gradients are reduced already: optimizer_step comes before the next backward pass")
         if not self.plain:
             self.module.set_requires_gradient_sync(last or not self.once)
+            self.module.set_requires_all_reduce(last)
             self.module.set_reshard_after_backward(last or not self.once)
             self.module.set_is_last_backward(last)
         yield
-        if self.plain and last:
+
+    def reduce_gradients(self) -> None:
+        if self.plain and not self.reduced:
             self._sum_gradients()
+            self.reduced = True
+
+    def optimizer_step(self) -> float:
+        norm = super().optimizer_step()
+        self.reduced = False
+        return norm
 
     def _sum_gradients(self) -> None:
         groups = {None: summing_group(self.axes.dense)}

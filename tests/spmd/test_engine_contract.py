@@ -66,6 +66,15 @@ def check_nonfinite(engine, mesh, batch):
     assert alike(weights(engine), before)
 
 
+def check_calls_add_up(cell: Cell, folder, world, batch):
+    """Two backward passes before a step: the gradient is their sum."""
+    engine, mesh = build(cell, folder, world, optimizer=replace(OPTIMIZER, learning_rate=0.0)), world.meshes[cell.layout]
+    once = train(engine, mesh, batch)
+    with engine.train_mode():
+        engine.forward_backward_batch(share(batch, mesh, 4, engine.count_multiple), weighted)
+    assert train(engine, mesh, batch) == pytest.approx(2 * once, rel=1e-5)
+
+
 def check_forward_then_train(engine, mesh, batch):
     """What the optimizer moves is what the next forward pass uses, also after passes without gradients."""
 
@@ -132,10 +141,13 @@ def contract(backend: str, world_size: int):
         for i, cell in enumerate(own):
             mesh, (_, batch, expected) = world.meshes[cell.layout], prepared[cell.kind]
             engine = build(cell, folder, world)
+            engine.save(folder / f"new-{cell.layout}")  # before any update: what critic warm-up does
             check_forward_then_train(engine, mesh, batch)
             check_nonfinite(engine, mesh, batch)
             check_checkpoint(cell, engine, folder, world, batch)
-            if i % 2 == 0:
+            if i % 2:
+                check_calls_add_up(cell, folder, world, batch)
+            else:
                 check_bf16(cell, folder, world, batch, expected.norms[0])
             if EngineRegistry.offers("value_model", backend, mesh.device.type):
                 values[cell.layout, cell.kind] = check_value_model(cell, folder, world, batch)

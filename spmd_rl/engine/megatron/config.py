@@ -141,15 +141,13 @@ def _unknown(model: dict[str, Any]) -> list[str]:
     kind, rope = model.get("model_type"), model.get("rope_parameters") or model.get("rope_scaling") or {}
     if kind not in FAMILIES:
         return [f"engine.backend: megatron trains {', '.join(FAMILIES)}, not '{kind}' - set engine=fsdp"]
-    layers = range(model["num_hidden_layers"])
     parts = {
         "rope of type " + (rope_type := str(rope.get("rope_type", rope.get("type", "default")))): rope_type not in ROPE_TYPES,
         "biases beside those of q, k and v": bool(model.get("attention_bias") or model.get("mlp_bias")),
         "sliding-window attention": bool(model.get("use_sliding_window")),
         f"activation {model.get('hidden_act')}": model.get("hidden_act", "silu") != "silu",
         "layers without experts": kind == "qwen3_moe"
-        and bool(model.get("mlp_only_layers") or model.get("decoder_sparse_step", 1) != 1)
-        and len(layers) > 0,
+        and bool(model.get("mlp_only_layers") or model.get("decoder_sparse_step", 1) != 1),
     }
     return [f"engine.backend: megatron does not compute {part}, which this model has - set engine=fsdp"
             for part, present in parts.items() if present]  # fmt: skip
@@ -172,9 +170,12 @@ def _layout_problems(config: MegatronConfig, num_ranks: int, sizes: Sizes) -> li
                      f"set pipeline x virtual to one of {_divisors(sizes.layers)}")  # fmt: skip
     if not sizes.experts:
         return found + ([f"engine.expert_parallel_size: {ep}, and this model has no experts - set 1"] if ep > 1 else [])
-    if sizes.experts % ep or sizes.expert_intermediate % config.expert_tensor_size:
-        found.append(f"engine.expert_parallel_size: {ep} does not divide {sizes.experts} experts, or tensor parallelism their "
-                     f"{sizes.expert_intermediate} units - set one of {_divisors(sizes.experts)}")  # fmt: skip
+    if sizes.experts % ep:
+        found.append(f"engine.expert_parallel_size: {ep} does not divide {sizes.experts} experts - "
+                     f"set one of {_divisors(sizes.experts)}")  # fmt: skip
+    if sizes.expert_intermediate % config.expert_tensor_size:
+        found.append(f"engine.tensor_parallel_size: {tp} does not divide the {sizes.expert_intermediate} units of an expert - "
+                     f"set one of {_divisors(sizes.expert_intermediate)}, or engine.expert_parallel_size over 1")  # fmt: skip
     if tp > 1 and not config.sequence_parallel:
         found.append("engine.sequence_parallel: tensor parallelism of a mixture of experts splits the sequence - set true")
     replicas, experts = num_ranks // (tp * pp * cp), ep * config.expert_tensor_size

@@ -162,7 +162,10 @@ class MegatronEngine(BaseEngine):
         """What a loss sees of a micro-batch; a dummy, whose one token is nobody's, shows 0 rows."""
         batch = batch.to(device or self.mesh.device)
         mask = batch.response_mask
-        tokens, entropy = (None if x is None else x.new_zeros(mask.shape).masked_scatter(mask, x.to(mask.device)) for x in scores)
+        tokens, entropy = (
+            None if x is None else x.new_zeros(mask.shape, device=mask.device).masked_scatter(mask, x.to(mask.device))
+            for x in scores
+        )
         output = TokenOutput(values=tokens) if self.value else TokenOutput(log_probs=tokens, entropy=entropy)
         return output, batch
 
@@ -196,7 +199,7 @@ class MegatronEngine(BaseEngine):
             group["lr"] = lr
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        with self._present():
+        with self._present(optimizer=False):
             yield from self.stream.tensors(lambda shard: shard.values.detach())
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -213,7 +216,7 @@ class MegatronEngine(BaseEngine):
                 chunk.to(device)
         for part in self.parts or () if model else ():
             for buffer in part.buffers + part.expert_parallel_buffers:
-                buffer.offload_to_cpu() if away else buffer.reload_from_cpu()
+                buffer.offload_to_cpu() if away else buffer.reload_from_cpu(move_grads=optimizer)
         for shard in self.shards if optimizer and self.optimizer else ():
             if shard.has_copy:
                 shard.values.data = shard.values.data.to(device)
@@ -245,7 +248,8 @@ class MegatronEngine(BaseEngine):
             self._gather_parameters()
         self.updates, self.nonfinite_steps, self.steps = (int(n) for n in counters)
         if self.optimizer:
-            self.backend.shards.set_steps(self.shards, self.steps)
+            if self.checkpoint_config.optimizer:
+                self.backend.shards.set_steps(self.shards, self.steps)
             self.set_lr(self.optimizer_config.learning_rate * lr_multiplier(self.optimizer_config, self.updates))
 
     def _parts(self, owned: bool) -> tuple[dict, dict]:

@@ -218,6 +218,8 @@ def _start_state(shard: Shard) -> None:
     for name in MOMENTS:
         if name not in state:
             state[name] = torch.zeros_like(shard.values)
+    if isinstance(shard.optimizer, torch.optim.AdamW):
+        state.setdefault("step", torch.tensor(0.0))
 
 
 def set_steps(shards: list[Shard], steps: int) -> None:

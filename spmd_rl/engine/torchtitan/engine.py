@@ -144,7 +144,8 @@ class TorchTitanEngine(EagerEngine):
 
         self.pipeline.run([self._localize(packed) for packed in packs], with_entropy, finish, forward_only)
         if not forward_only:
-            return self.pipeline.share_object(stats)
+            numbers = {key: type(stat)(*map(float, vars(stat).values())) for key, stat in stats.items()}  # no device travels
+            return self.pipeline.share_object(numbers)
         outputs = []
         with_entropy = with_entropy and self.model_config.model_type == "language_model"
         for index, batch in enumerate(batches):

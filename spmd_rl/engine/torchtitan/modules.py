@@ -125,7 +125,8 @@ class Experts(GroupedExperts):
             return super().forward(x_RD, num_tokens_per_expert_E)
         gate, down, up = (_local(w) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         parts = x_RD.split(num_tokens_per_expert_E.tolist())
-        return torch.cat([F.linear(F.silu(F.linear(x, gate[e])) * F.linear(x, up[e]), down[e]) for e, x in enumerate(parts)])
+        experts = zip(parts, gate.unbind(0), up.unbind(0), down.unbind(0))
+        return torch.cat([F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d) for x, g, u, d in experts])
 
 
 class Mixture(MoE):
