@@ -162,10 +162,12 @@ class MegatronEngine(BaseEngine):
         """What a loss sees of a micro-batch; a dummy, whose one token is nobody's, shows 0 rows."""
         batch = batch.to(device or self.mesh.device)
         mask = batch.response_mask
-        tokens, entropy = (
-            None if x is None else x.new_zeros(mask.shape, device=mask.device).masked_scatter(mask, x.to(mask.device))
-            for x in scores
-        )
+
+        def placed(x: Tensor) -> Tensor:
+            x = x.to(mask.device)
+            return x.new_zeros(mask.shape).masked_scatter(mask, x)
+
+        tokens, entropy = placed(scores[0]), None if scores[1] is None else placed(scores[1])
         output = TokenOutput(values=tokens) if self.value else TokenOutput(log_probs=tokens, entropy=entropy)
         return output, batch
 
