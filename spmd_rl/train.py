@@ -35,6 +35,7 @@ from spmd_rl.collectives import compare_ledgers, gather_objects
 from spmd_rl.config import Config, ConfigError, TimeoutConfig, TrainerConfig
 from spmd_rl.data import PromptSource, chat_tokens, observation_tokens
 from spmd_rl.engine.half import cpu_has_bf16
+from spmd_rl.engines import engine_problems, replica_width
 from spmd_rl.launch import AbortWatch, Launch, detect_launch
 from spmd_rl.mesh import Role, World, close_world, describe, open_store, split_world
 from spmd_rl.metrics import make_writers
@@ -47,7 +48,7 @@ from spmd_rl.roles.dialogue import EnvironmentDialogue
 from spmd_rl.roles.generation import RolloutModel
 from spmd_rl.scoring import Scorer
 from spmd_rl.trainer import RLTrainer
-from spmd_rl.validation import engine_problems, replica_width, typed, unknown, validate
+from spmd_rl.validation import typed, unknown, validate
 
 FREE_FORM = ("reward.functions", "reward.kwargs", "data.train_kwargs", "data.val_kwargs", "data.chat_template_kwargs")
 CONFIG_ERROR = 2  # exit code, and `code` in the run's status.json

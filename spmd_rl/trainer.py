@@ -12,7 +12,7 @@ from spmd_rl.advantages import kl_stats, subtract_kl
 from spmd_rl.batch import Batch, Sampling
 from spmd_rl.checkpoint import export_hf, find_resume, load_samples, save_samples, save_step
 from spmd_rl.collectives import agree, barrier, gather_objects, reduce_stats
-from spmd_rl.config import ADVANTAGES, Config, ConfigError, resolve
+from spmd_rl.config import ADVANTAGES, Config, ConfigError, engine_of, resolve
 from spmd_rl.data import PromptSource
 from spmd_rl.kl import adapt_kl_coef
 from spmd_rl.losses import ppo_loss, value_loss
@@ -192,7 +192,7 @@ class RLTrainer:
         if self.config.trainer.keep:
             root = Path(self.config.trainer.run_dir) / "checkpoints"
             state = {"data": self.source.fingerprint, "seed": self.config.trainer.seed, "config": asdict(self.config)}
-            state["kl_coef"] = self.kl_coef
+            state |= {"kl_coef": self.kl_coef, "engines": self._engines()}
             save_step(self.world, root, step, self._save_roles, state, self.config.trainer.keep)
 
     def load(self) -> int:
@@ -203,10 +203,14 @@ class RLTrainer:
         start = 0
         if found:
             folder, state = found
-            for field, now in (("data", self.source.fingerprint), ("seed", self.config.trainer.seed)):
-                if state[field] != now:
+            for field, now in (
+                ("data", self.source.fingerprint),
+                ("seed", self.config.trainer.seed),
+                ("engines", self._engines()),
+            ):
+                if state.get(field) != now:
                     raise ConfigError(
-                        f"trainer.resume: {folder} has another {field} ({state[field]}, now {now}) - set trainer.resume=never"
+                        f"trainer.resume: {folder} has another {field} ({state.get(field)}, now {now}) - set trainer.resume=never"
                     )
             start = state["step"]
             if self.config.algorithm.kl_target is not None:
@@ -237,6 +241,10 @@ class RLTrainer:
 
     def _stored(self) -> list:
         return [role for role in (self.actor, self.critic, self.rollout) if role]
+
+    def _engines(self) -> dict[str, str]:
+        """What wrote, or may read, each trained role's part of a checkpoint."""
+        return {role: engine_of(self.config, role).backend for role in ("actor", *(["critic"] if self.critic else []))}
 
     def _stop(self, signum, frame) -> None:
         self.stopping = True

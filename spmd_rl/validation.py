@@ -6,7 +6,7 @@ Each problem is one line: `field path: what is wrong (values) - what to set`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -24,12 +24,14 @@ from spmd_rl.config import (
     SCHEDULES,
     AlgorithmConfig,
     Config,
+    EngineConfig,
     closest,
     engine_of,
     resolve,
 )
-from spmd_rl.placement import Ranks, parse_placement, tensor_parallel_problems
+from spmd_rl.engines import engine_error, engine_module, engine_problems, replica_width
 from spmd_rl.placement import needed_roles as needed_roles
+from spmd_rl.placement import parse_placement, tensor_parallel_problems
 
 ENGINE_PATHS = ("engine", "ref.engine", "critic.engine")
 MISSING = "???"  # Hydra's mark of a value that the user must give
@@ -64,7 +66,9 @@ def typed(raw: dict[str, Any]) -> tuple[Config, list[str]]:
 
 
 def _type_engine(path: str, raw: dict[str, Any], schema: DictConfig, problems: list[str]) -> dict[str, Any]:
-    """Gives the section at `path` the dataclass of its backend; `raw`, without the section where it is none."""
+    """Gives the section at `path` the dataclass of its backend; `raw`, without the section where it is none.
+
+    What all engines understand, a role's own section takes from the actor's where it says nothing itself."""
     *parents, key = path.split(".")
     section: Any = raw
     for parent in parents:
@@ -72,16 +76,27 @@ def _type_engine(path: str, raw: dict[str, Any], schema: DictConfig, problems: l
     engine = section.get(key, None if parents else {})
     if engine is None and parents:
         return raw
+
+    def changed(section: dict[str, Any]) -> dict[str, Any]:
+        return {**raw, parents[0]: section} if parents else section
+
+    without = {name: value for name, value in section.items() if name != key}
     if not isinstance(engine, dict):
         problems.append(f"{path}: {engine} is no section of keys - set {path}.backend and what else it needs")
-        without = {name: value for name, value in section.items() if name != key}
-        return {**raw, parents[0]: without} if parents else without
+        return changed(without)
+    if parents and isinstance(raw.get("engine"), dict):
+        common = {field.name for field in fields(EngineConfig)}
+        engine = {name: value for name, value in raw["engine"].items() if name in common} | engine
     backend = engine.get("backend", "fsdp")
-    if (module := _engine_module(backend)) is not None:
-        OmegaConf.update(schema, path, OmegaConf.structured(module.Config), merge=False, force_add=True)
-    else:
-        problems.append(unknown(f"{path}.backend", backend, [*resolve(REGISTRY, {}).backends(), "module:Class"]))
-    return raw
+    if wrong := engine_error(backend):
+        known = [*resolve(REGISTRY, {}).backends(), "module:Class"]
+        own = isinstance(backend, str) and ":" in backend
+        problems.append(
+            f"{path}.backend: {wrong} - set one of {', '.join(known)}" if own else unknown(f"{path}.backend", backend, known)
+        )
+        return changed(without)
+    OmegaConf.update(schema, path, OmegaConf.structured(engine_module(backend).Config), merge=False, force_add=True)
+    return changed({**section, key: engine})
 
 
 def _leaves(raw: dict[str, Any], schema: DictConfig, prefix: str = ""):
@@ -113,22 +128,6 @@ def total_updates(config: Config, role: str) -> int:
     return steps * updates_per_step(config.algorithm)
 
 
-def _engine_module(backend: str) -> Any:
-    """The module of an engine, or None for a name that leads to none."""
-    try:
-        return resolve(REGISTRY, {}).module(backend)
-    except ValueError:
-        return None
-
-
-def replica_width(config: Config, role: str) -> int:
-    """Ranks that work on the same rows of a role."""
-    if role == "rollout":
-        return config.rollout.tensor_parallel_size
-    engine = engine_of(config, role)
-    return resolve(REGISTRY, {}).module(engine.backend).replica_width(engine)
-
-
 def validate(config: Config, world_size: int, local_world_size: int | None = None) -> list[str]:
     """Every problem of a resolved configuration, one line each: `field path: what is wrong (values) - what to set`.
 
@@ -139,12 +138,14 @@ def validate(config: Config, world_size: int, local_world_size: int | None = Non
             "trainer.lookahead: 1 overlaps nothing where actor and rollout share their ranks - set 0, or placement=split"
         )
     problems += _value_problems(config) + _rollout_problems(config)
-    if all(_engine_module(engine_of(config, role).backend) for role in placement):
+    if all(engine_module(engine_of(config, role).backend) for role in placement):
         for role, ranks in placement.items():
             width = replica_width(config, role)
-            if width < 1 or len(ranks) % width:
-                key = "rollout.tensor_parallel_size" if role == "rollout" else f"placement.{role}"
-                problems.append(f"{key}: {len(ranks)} ranks are no multiple of {width}, the ranks of a replica of {role}")
+            if role == "rollout" and (width < 1 or len(ranks) % width):
+                problems.append(
+                    f"rollout.tensor_parallel_size: {len(ranks)} ranks are no multiple of {width}, the ranks of a replica - "
+                    f"set a divisor of {len(ranks)}"
+                )
             elif role == "rollout":
                 problems += tensor_parallel_problems(ranks, width, local_world_size or world_size)
         problems += engine_problems(config, placement)
@@ -152,34 +153,6 @@ def validate(config: Config, world_size: int, local_world_size: int | None = Non
     for family, section in (("rewards", config.reward), ("environments", config.environment)):
         problems += resolve(f"spmd_rl.{family}:problems", {})(section)
     return problems
-
-
-def engine_problems(config: Config, placement: dict[str, Ranks], models: dict[str, dict] | None = None) -> list[str]:
-    """What the engines of the training roles cannot do; `models`: the parsed config.json of each role's model, once known."""
-    registry, found = resolve(REGISTRY, {}), []
-    for role, ranks in placement.items():
-        if role == "rollout":
-            continue
-        engine, path = engine_of(config, role), "engine" if engine_of(config, role) is config.engine else f"{role}.engine"
-        model_type = "value_model" if role == "critic" else "language_model"
-        if not registry.offers(model_type, engine.backend, config.trainer.device):
-            able = [b for b in registry.backends() if registry.offers(model_type, b, config.trainer.device)]
-            found.append(
-                f"{path}: {engine.backend} trains no {model_type} on {config.trainer.device} - "
-                f"set {'engine' if role == 'actor' else f'{role}.engine'}.backend to one of {', '.join(able)}"
-            )
-            continue
-        module = registry.module(engine.backend)
-        said = module.problems(engine, len(ranks), (models or {}).get(role))
-        found += [path + line.removeprefix("engine") for line in said]
-        for other in (o for o in placement if o not in ("rollout", role) and set(placement[o]) == set(ranks)):
-            theirs = engine_of(config, other)
-            if theirs.backend == engine.backend and module.process_layout(theirs) != module.process_layout(engine):
-                found.append(
-                    f"{path}: {engine.backend} keeps one parallel layout a process, and {role} shares its ranks with {other}, "
-                    f"whose layout is another - set the same, another backend, or ranks of their own (placement.{role})"
-                )
-    return list(dict.fromkeys(found))
 
 
 def _rollout_problems(config: Config) -> list[str]:
@@ -313,6 +286,8 @@ def _kl_problems(config: Config) -> list[str]:
         problems.append(
             "algorithm.kl_type: k1 in the loss has a gradient that is 0 on average - set k2 or k3, or algorithm.kl_in_reward=true"
         )
+    if config.ref.engine is not None and "ref" not in needed_roles(config):
+        problems.append("ref.engine: there is no reference (algorithm.kl_coef=0) - set a coefficient, or leave it out")
     if (target := algorithm.kl_target) is None:
         return problems
     if target <= 0:
@@ -336,7 +311,7 @@ def _critic_problems(config: Config) -> list[str]:
     if algorithm.value_clip is not None and algorithm.value_clip <= 0:
         problems.append(f"algorithm.value_clip: {algorithm.value_clip} keeps values where they are - set more than 0, or null")
     if "critic" not in needed_roles(config):
-        unread = {"path": critic.path, "warmup_steps": critic.warmup_steps}
+        unread = {"path": critic.path, "warmup_steps": critic.warmup_steps, "engine": critic.engine and critic.engine.backend}
         return problems + [
             f"critic.{key}: {value}, but there is no critic (algorithm.advantage={algorithm.advantage}) - "
             f"set algorithm=ppo, or leave it out"

@@ -19,13 +19,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from spmd_rl import train
 from spmd_rl.batch import fields_of
 from spmd_rl.config import Config, TimeoutConfig
+from spmd_rl.engines import replica_width
 from spmd_rl.launch import Launch, detect_launch
 from spmd_rl.mesh import Role, close_world, open_store, split_world
 from spmd_rl.metrics import read_jsonl
 from spmd_rl.placement import parse_placement
 from spmd_rl.rewards import RewardPool
 from spmd_rl.trainer import RLTrainer
-from spmd_rl.validation import replica_width, validate
+from spmd_rl.validation import validate
 from tests.forks import fork_ranks
 
 # Ranks are forked, which vLLM does not take

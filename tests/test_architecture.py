@@ -17,6 +17,7 @@ Sources = dict[str, str]
 LAYERS = [  # low to high: a module imports only from lower rows
     "config",
     "placement",
+    "engines",
     "models launch metrics validation workers",
     "fallback",
     "mesh",
@@ -40,7 +41,18 @@ BACKENDS = {  # package -> the only module, or package of ours, that imports it
     "peft": "engine.lora",
     "wandb": "metrics",
 }
-TORCH_FREE = ["config", "placement", "validation", "launch", "workers", "rewards", "environments", "models", "engine.registry"]
+TORCH_FREE = [
+    "config",
+    "placement",
+    "engines",
+    "validation",
+    "launch",
+    "workers",
+    "rewards",
+    "environments",
+    "models",
+    "engine.registry",
+]
 TRAINERS = {"trainer", "sft"}
 LOCAL = {"rank", "here", "local", "lane", "replica"}
 COLLECTIVES = {

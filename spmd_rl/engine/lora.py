@@ -7,6 +7,7 @@ layer. W [out, in], A [rank, in], B [out, rank], all float32.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -42,7 +43,7 @@ def lora_problems(config: LoRAOptions, model: dict | None) -> list[str]:
     found = []
     if find_spec("peft") is None:
         found.append(f'engine.lora_rank: {rank} needs peft, which is not installed - pip install "spmd_rl[lora]", or set 0')
-    if config.lora_alpha <= 0:
+    if not 0 < config.lora_alpha < math.inf:
         found.append(f"engine.lora_alpha: {config.lora_alpha} switches the adapters off - set more than 0, such as {2 * rank}")
     if targets == []:
         found.append("engine.lora_targets: names no layer - set null for all linear layers, or names such as [q_proj,v_proj]")

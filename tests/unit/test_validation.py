@@ -8,10 +8,12 @@ import pytest
 from spmd_rl.config import (
     AlgorithmConfig,
     Config,
+    CriticConfig,
     DataConfig,
     EngineConfig,
     EnvironmentConfig,
     PlacementConfig,
+    RefConfig,
     RolloutConfig,
 )
 from spmd_rl.engine import veomni
@@ -59,12 +61,37 @@ def found(problems: list[str], *fragments: str) -> list[str]:
         ({"model": {"path": {"a": 1}}}, ["model.path: "]),
         ({"engine": {"backend": "fsdpp"}}, ["engine.backend: 'fsdpp' is unknown", "did you mean 'fsdp'?", "set one of fsdp"]),
         ({"engine": None}, ["engine: None", "engine.backend"]),
+        ({"engine": {"backend": None}}, ["engine.backend: 'None' is unknown", "set one of fsdp"]),
+        ({"ref": {"engine": {"backend": "fsdpp", "shard_size": 2}}}, ["ref.engine.backend: 'fsdpp'", "did you mean 'fsdp'?"]),
+        ({"critic": {"engine": "fsdp"}}, ["critic.engine: fsdp is no section", "critic.engine.backend"]),
+        ({"engine": {"backend": "spmd_rl.engine.fsdp:Nope"}}, ["engine.backend: ", "its module has no 'Nope'"]),
+        ({"engine": {"backend": "spmd_rl.launch:Launch"}}, ["engine.backend: ", "no 'Config', 'problems', 'replica_width'"]),
+        ({"engine": {"backend": "not_there:Engine"}}, ["engine.backend: 'not_there:Engine'", "no module 'not_there'"]),
     ],
 )  # fmt: skip
 def test_typed_names_a_wrong_key_or_type(raw, fragments):
     config, (line,) = typed(raw)
     assert isinstance(config, Config) and LINE.fullmatch(line), line
     assert found([line], *fragments), line
+
+
+def test_a_roles_own_engine_starts_from_what_all_engines_have_in_common():
+    raw = {"engine": {"backend": "megatron", "max_tokens_per_micro_batch": 512, "tensor_parallel_size": 2}}
+    config, problems = typed(raw | {"ref": {"engine": {"logprob_chunk": 7}}, "critic": {"engine": {"backend": "fsdp"}}})
+    assert problems == []
+    ref, critic = config.ref.engine, config.critic.engine
+    assert (ref.backend, ref.max_tokens_per_micro_batch, ref.tensor_parallel_size, ref.logprob_chunk) == ("megatron", 512, 1, 7)
+    assert isinstance(critic, FSDPConfig) and critic.max_tokens_per_micro_batch == 512
+
+
+def test_lines_of_a_roles_own_engine_name_its_section():
+    own = CriticConfig(engine=FSDPConfig(dtype="float32", shard_size=3))
+    config = ready(critic=own, algorithm=AlgorithmConfig(advantage="gae"))
+    assert found(validate(config, 4), "critic.engine.shard_size: 3", "4 ranks")
+    unread = validate(replace(config, algorithm=AlgorithmConfig(), ref=RefConfig(FSDPConfig(dtype="float32"))), 4)
+    assert found(unread, "critic.engine: fsdp, but there is no critic") and found(unread, "ref.engine: there is no reference")
+    value = replace(config, critic=CriticConfig(engine=replace(EngineConfig(), backend="veomni", dtype="float32")))
+    assert found(validate(value, 4), "critic.engine: veomni trains no value_model on cpu", "critic.engine.backend", "fsdp")
 
 
 def test_typed_finds_several_at_once_and_keeps_the_rest():
