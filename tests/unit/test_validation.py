@@ -90,7 +90,7 @@ def test_lines_of_a_roles_own_engine_name_its_section():
     assert found(validate(config, 4), "critic.engine.shard_size: 3", "4 ranks")
     unread = validate(replace(config, algorithm=AlgorithmConfig(), ref=RefConfig(FSDPConfig(dtype="float32"))), 4)
     assert found(unread, "critic.engine: fsdp, but there is no critic") and found(unread, "ref.engine: there is no reference")
-    value = replace(config, critic=CriticConfig(engine=replace(EngineConfig(), backend="veomni", dtype="float32")))
+    value = replace(config, critic=CriticConfig(engine=veomni.Config(backend="veomni", dtype="float32")))
     assert found(validate(value, 4), "critic.engine: veomni trains no value_model on cpu", "critic.engine.backend", "fsdp")
 
 
