@@ -192,7 +192,7 @@ class RLTrainer:
         if self.config.trainer.keep:
             root = Path(self.config.trainer.run_dir) / "checkpoints"
             state = {"data": self.source.fingerprint, "seed": self.config.trainer.seed, "config": asdict(self.config)}
-            state |= {"kl_coef": self.kl_coef, "engines": self._engines()}
+            state |= {"kl_coef": self.kl_coef, "engine": self._engines()}
             save_step(self.world, root, step, self._save_roles, state, self.config.trainer.keep)
 
     def load(self) -> int:
@@ -206,7 +206,7 @@ class RLTrainer:
             for field, now in (
                 ("data", self.source.fingerprint),
                 ("seed", self.config.trainer.seed),
-                ("engines", self._engines()),
+                ("engine", self._engines()),
             ):
                 if state.get(field) != now:
                     raise ConfigError(

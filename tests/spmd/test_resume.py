@@ -84,6 +84,7 @@ def runs(tmp_path_factory):
             "afresh": [*GRPO, "trainer.total_steps=1", "trainer.resume=never"],
             "other_data": [*GRPO, SIX, "data.train_kwargs={seed:1}"],
             "other_seed": [*GRPO, SIX, "trainer.seed=1"],
+            "other_engine": [*GRPO, SIX, "engine=torchtitan", f"trainer.resume={fifth}"],
             "no_step": [*GRPO, SIX, f"trainer.resume={folder}"],
         },
     )
@@ -174,7 +175,13 @@ def kept(run: Path) -> list[str]:
 
 @pytest.mark.spmd
 @pytest.mark.parametrize(
-    "name,said", [("other_data", "another data"), ("other_seed", "another seed (0, now 1)"), ("no_step", "no complete step folder")]
+    "name,said",
+    [
+        ("other_data", "another data"),
+        ("other_seed", "another seed (0, now 1)"),
+        ("no_step", "no complete step folder"),
+        ("other_engine", "another engine ({'actor': 'fsdp'}, now {'actor': 'torchtitan'})"),
+    ],
 )
 def test_refused(runs, name, said):
     for rank in (0, 1):
