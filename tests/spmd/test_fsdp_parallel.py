@@ -69,6 +69,7 @@ def test_odd_sizes_and_plans_on_two_ranks(folder):
     close_world(world)
 
 
+@pytest.mark.slow
 @spmd(4)
 def test_odd_sizes_on_four_ranks(folder):
     world = start({"1": 1, "2": 2, "4": 4}, 4)

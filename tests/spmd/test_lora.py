@@ -411,6 +411,7 @@ def test_other_adapters_do_not_resume(runs):
         assert said.startswith("trainer.resume: ") and "(rank 4, alpha 32), this run trains adapters of 14 layers (rank 2" in said
 
 
+@pytest.mark.slow
 @pytest.mark.spmd
 def test_vllm_samples_with_merged_weights(tmp_path):
     job = Job(tmp_path, 1, "engine.lora_rank=4", "algorithm.kl_coef=0.1", "trainer.total_steps=3")

@@ -149,6 +149,7 @@ def moments(engine) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @spmd(world_size=4)
 def test_the_optimizer_moves_to_other_layouts(folder):
     """Bitwise, with the number of its steps, from two tensor ranks of a pipeline of two to replicas and back."""
