@@ -15,7 +15,7 @@ if [ "${SPMD_RL_VENV:-}" != none ] && ! has_packages math_verify megatron mypy p
     python -m pip install -qq --requirement requirements/test.txt
 fi
 
-select="not slow and not gpu" veomni="not contract and not reshards"
+select="not slow and not gpu" veomni="not test_contract and not reshards"
 if [ "${1:-}" = --all ]; then
     shift
     select="not gpu" veomni=""
