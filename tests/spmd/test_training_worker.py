@@ -96,6 +96,7 @@ def train(worker, batch, loss, keep=None):
     gradients, step = {}, worker.engine.optimizer_step
 
     def look_first():
+        worker.engine.reduce_gradients()
         gradients.update({n: full(p.grad).clone() for n, p in worker.engine.module.named_parameters() if p.grad is not None})
         return step()
 
