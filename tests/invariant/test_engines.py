@@ -123,7 +123,9 @@ def test_a_resumed_run_goes_on_bitwise(runs):
 
 
 @pytest.mark.spmd
-@pytest.mark.parametrize("backend", [b for b in OTHERS if b != APART])
+@pytest.mark.parametrize(
+    "backend", [b if b == "megatron" else pytest.param(b, marks=pytest.mark.slow) for b in OTHERS if b != APART]
+)
 def test_two_ranks_train_and_vllm_samples_beside_them(backend, tmp_path):
     """Split: the actor in parallel on two ranks, reference and vLLM on a third; the proofs of each update hold."""
     layout, overrides = list(TWO[backend].items())[-1]
