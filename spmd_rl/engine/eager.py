@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from spmd_rl.batch import Batch, TokenOutput, text_batch
 from spmd_rl.config import AGREEMENT
 from spmd_rl.engine.attention import NAME
 from spmd_rl.engine.base import BaseEngine, held_bytes, lr_multiplier
-from spmd_rl.engine.exchange import sum_over
+from spmd_rl.engine.exchange import sum_placed
 from spmd_rl.engine.hf_names import to_checkpoint
 from spmd_rl.engine.logprob import VocabShard, token_log_probs
 from spmd_rl.engine.packing import Packed, dummy_batch, pack, part_of
@@ -240,10 +241,7 @@ class EagerEngine(BaseEngine):
             return self.module(packed, with_entropy)
         part, mine = part_of(packed, self.sequence_group)
         tokens, entropy = self.module(part, with_entropy)
-
-        def whole(x: Tensor) -> Tensor:
-            return sum_over(x.new_zeros(len(packed.targets)).index_copy(0, mine, x), self.sequence_group)
-
+        whole = partial(sum_placed, places=mine, size=len(packed.targets), group=self.sequence_group)
         return whole(tokens), None if entropy is None else whole(entropy)
 
     def _output(self, packed: Packed, tokens: Tensor, entropy: Tensor | None) -> TokenOutput:

@@ -95,6 +95,11 @@ def sum_over(x: Tensor, group: Group) -> Tensor:
     return _SumOver.apply(x, group)
 
 
+def sum_placed(own: Tensor, places: Tensor, size: int, group: Group) -> Tensor:
+    """[n] of each rank, at its `places` [n] of [size]: what all ranks have together, alike on each."""
+    return sum_over(own.new_zeros(size).index_copy(0, places, own), group)
+
+
 def gather_last(x: Tensor, group: Group) -> Tensor:
     """[..., n] of each rank as [..., n * ranks], with which all go on alike."""
     return _Gather.apply(x, group)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spmd_rl.config import OptimizerConfig
-from spmd_rl.engine.exchange import sum_over
+from spmd_rl.engine.exchange import sum_placed
 from spmd_rl.engine.logprob import VocabShard, token_log_probs
 from spmd_rl.engine.megatron import groups
 from spmd_rl.engine.megatron.attention import BlocksAttention, PackedBlocks
@@ -185,11 +186,8 @@ class Decoder(GPTModel):
         scores = self._score(part, hidden[:, 0].index_select(0, part.source), with_entropy)
         if mine is None:
             return scores
-
-        def whole(own: Tensor) -> Tensor:
-            return sum_over(own.new_zeros(packed.source.shape).index_copy(0, mine, own), group)
-
         tokens, entropy = scores
+        whole = partial(sum_placed, places=mine, size=len(packed.targets), group=group)
         return whole(tokens), None if entropy is None else whole(entropy)
 
     def _embed(self, ids: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import spmd_types as spmd
@@ -26,7 +27,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from transformers import PretrainedConfig
 
 from spmd_rl.engine.attention import blocks_attention, rows_attention
-from spmd_rl.engine.exchange import sum_over
+from spmd_rl.engine.exchange import sum_placed
 from spmd_rl.engine.logprob import VocabShard, token_log_probs
 from spmd_rl.engine.packing import Packed
 from spmd_rl.engine.torchtitan.layout import Config
@@ -237,13 +238,8 @@ class Part(Qwen3Model):
         packed = local.packed
         if which is None:
             return self.lm_head(hidden, packed.targets, packed.temperature, with_entropy)
-        found = self.lm_head(hidden, packed.targets[which], packed.temperature[which], with_entropy)
-        total, group = len(packed.targets), self.context_mesh.get_group()
-
-        def whole(own: Tensor) -> Tensor:
-            return sum_over(own.new_zeros(total).index_copy(0, which, own), group)
-
-        tokens, entropy = found
+        tokens, entropy = self.lm_head(hidden, packed.targets[which], packed.temperature[which], with_entropy)
+        whole = partial(sum_placed, places=which, size=len(packed.targets), group=self.context_mesh.get_group())
         return whole(tokens), None if entropy is None else whole(entropy)
 
 
