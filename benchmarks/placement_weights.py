@@ -93,7 +93,7 @@ class Bench:
 
     def stream(self, shard_size: int, dtype) -> int:
         """Bytes that arrived here, where nothing keeps them."""
-        return sum(tensor.nbytes for _, tensor in self.actors[shard_size].weights(0).to(self.target, dtype))
+        return sum(tensor.nbytes for _, tensor in self.actors[shard_size].weights(0, dtype).to(self.target))
 
     def prepare(self, dtype) -> None:
         """What the actor does to a stream besides sending it: casts, and sums up."""
@@ -112,7 +112,13 @@ class Bench:
             for work in [dist.broadcast(part, group=self.bridge.payload, group_src=0, async_op=True) for part in parts]:
                 work.wait()
 
-        return {"broadcast": lambda: dist.broadcast(flat, group=self.bridge.payload, group_src=0), "broadcast_each": each}
+        ways = {"broadcast": lambda: dist.broadcast(flat, group=self.bridge.payload, group_src=0), "broadcast_each": each}
+        if (actors := self.job.actors) > 1:
+            cell, whole = self.world.meshes["actor"], flat[: len(flat) // actors * actors]
+            own = whole.chunk(actors)[cell.replica if cell.here else 0]
+            gather = partial(dist.all_gather_into_tensor, whole, own, group=cell.bridge(cell).payload)
+            ways["gather"] = gather if cell.here else lambda: None
+        return ways
 
     def turn(self) -> dict[str, dict[str, float]]:
         """By dtype and layout: seconds of the broadcasts, of what the actor does besides, and of the stream."""
@@ -147,7 +153,8 @@ def largest_bucket(counts: Iterable[tuple[str, int]], dtype) -> int:
     import torch
 
     shapes = ((name, torch.empty(count, device="meta")) for name, count in counts)
-    return max(sum(tensor.numel() * dtype.itemsize for _, tensor in bucket) for bucket in placed._buckets(shapes))
+    buckets = iter(lambda: sum(tensor.numel() * dtype.itemsize for _, tensor in placed._next_bucket(shapes)), 0)
+    return max(buckets)
 
 
 def memory_rise(run: Callable[[], int]) -> tuple[int, int]:
@@ -176,11 +183,15 @@ def work(job: Transfer, out: Path) -> None:
 
 
 def transfer_figures(turns: Sequence[dict[str, float]], sizes: dict[str, float]) -> dict[str, float]:
-    """Medians of the rounds. `ratio_vs_broadcast`: seconds of the broadcast over those of the stream, in the same round."""
+    """Medians of the rounds. `ratio_vs_broadcast`: seconds of the broadcast over those of the stream, in the same round;
+    `ratio_vs_gather_and_broadcast`: of an all-gather in the actor's cell and a broadcast, which sharded weights need."""
     out = medians(turns) | {
         "ratio_vs_broadcast": round(statistics.median(turn["broadcast"] / turn["stream"] for turn in turns), 3),
         "ratio_vs_broadcast_each": round(statistics.median(turn["broadcast_each"] / turn["stream"] for turn in turns), 3),
     }
+    if "gather" in turns[0]:
+        ratios = ((turn["gather"] + turn["broadcast"]) / turn["stream"] for turn in turns)
+        out["ratio_vs_gather_and_broadcast"] = round(statistics.median(ratios), 3)
     for way in ("stream", "broadcast"):
         out[f"{way}_bytes_per_second"] = round(sizes["bytes"] / statistics.median(turn[way] for turn in turns))
     for cell in ("actor", "rollout"):

@@ -132,7 +132,7 @@ class Bench:
         dist.all_gather_single(self.whole, self.shard)
 
     def update(self, shard_size: int) -> None:
-        stream = self.actors[shard_size].weights(self.adapter.version + 1).to(self.adapter.mesh)
+        stream = self.actors[shard_size].weights(self.adapter.version + 1, self.adapter.dtype).to(self.adapter.mesh)
         self.adapter.update_weights(replace(stream, expected=self.proof.timed(stream.expected)), stream.version)
 
     def generate(self) -> None:

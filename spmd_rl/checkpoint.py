@@ -28,7 +28,6 @@ from spmd_rl.placed import Placed, WeightStream
 STEP = re.compile(r"step_(\d{6,})(\.partial)?")
 STATE = "state.json"
 SHARD_BYTES = 2 << 30
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def step_folders(root: Path) -> list[tuple[int, Path]]:
@@ -128,7 +127,7 @@ def export_hf(stream: WeightStream, source: Path, target: Path, dtype: str) -> N
         if size and size + tensor.nbytes > SHARD_BYTES:
             flush()
             size = 0
-        shard[name] = tensor.to("cpu", DTYPES[dtype], copy=True).contiguous()
+        shard[name] = tensor.to("cpu", vars(torch)[dtype], copy=True).contiguous()
         size += tensor.nbytes
         total += shard[name].nbytes
     flush()

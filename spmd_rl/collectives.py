@@ -144,16 +144,10 @@ def all_gather_even(tensor: Tensor, group: Group, name: str) -> list[Tensor]:
     return out
 
 
-def start_broadcasts(tensors: Sequence[Tensor], source: int, group: Group, name: str) -> Callable[[], None]:
-    """Collective, in place: the tensors of rank `source` of the group. They are there once what is returned was called."""
+def start_broadcast(tensor: Tensor, source: int, group: Group, name: str) -> Callable[[], object]:
+    """Collective, in place: the tensor of rank `source` of the group. It is there once what is returned was called."""
     with recorded(name, group):
-        works = [dist.broadcast(tensor, group=group, group_src=source, async_op=True) for tensor in tensors]
-
-    def arrived() -> None:
-        while works:
-            works.pop().wait()
-
-    return arrived
+        return dist.broadcast(tensor, group=group, group_src=source, async_op=True).wait
 
 
 def broadcast_object(value, source: int, group: Group, name: str):

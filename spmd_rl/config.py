@@ -275,6 +275,10 @@ def closest(name: str, names) -> str:
     return f" (did you mean '{match[0]}'?)" if match else ""
 
 
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 def resolve(name: str, table: dict[str, str]) -> Any:
     """The object behind a short name in `table`, or behind `package.module:attribute`.
 

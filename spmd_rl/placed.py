@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
@@ -26,12 +26,13 @@ from spmd_rl.batch import (
     row_cost,
     sort_rows,
 )
-from spmd_rl.collectives import all_max, barrier, broadcast_object, exchange, gather_rows, start_broadcasts
+from spmd_rl.collectives import all_max, barrier, broadcast_object, exchange, gather_rows, start_broadcast
 from spmd_rl.mesh import Bridge, RoleMesh
 
 T = TypeVar("T")
 U = TypeVar("U")
 BUCKET_BYTES = 64 << 20
+ALIGNMENT = 64  # bytes, of tensors in a bucket
 traffic: Counter[str] = Counter()  # bytes that this rank sent, by kind; the trainer reads it as a metric
 
 
@@ -175,100 +176,137 @@ class WeightStream:
     """Lazy (HF name, full tensor) pairs of a mesh; None outside it. Consumed once, before any other traffic.
 
     `expected`, called after the last pair: what the source itself makes of these weights (log-probs of the probe).
-    `version`: how many steps made these weights; it travels with them, and must be that of the receiver's stream."""
+    `version`: how many steps made these weights; it travels with them, and must be that of the receiver's stream.
+    `dtype`: what floating tensors are cast to before they travel, that of the receiver; None: as they are."""
 
     mesh: RoleMesh
     named: Iterable[tuple[str, Tensor]] | None
     expected: Callable[[], list[list[float]]] = list
     version: int = 0
+    dtype: torch.dtype | None = None
 
-    def to(self, mesh: RoleMesh, dtype: torch.dtype | None = None) -> WeightStream:
+    def to(self, mesh: RoleMesh) -> WeightStream:
         """Local now, collective over source and destination when consumed. Within one cell it is handed over in place.
 
-        Across cells the ranks of the source take turns as senders of a bucket, so that no single link is the limit; what
-        travels is cast to `dtype`, the one that the receiver keeps."""
+        Across cells the ranks of the source take turns as senders of a bucket, so that no single link is the limit."""
         if {*self.mesh.ranks} == {*mesh.ranks}:
-            return WeightStream(mesh, self.named, self.expected, self.version)
+            return replace(self, mesh=mesh)
         if not self.mesh.here and not mesh.here:
             return WeightStream(mesh, None, version=self.version)
-        return WeightStream(mesh, _send_buckets(self, mesh, dtype), partial(_send_expected, self, mesh), self.version)
+        return replace(self, mesh=mesh, named=_send_buckets(self, mesh), expected=partial(_send_expected, self, mesh))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.named or ()
 
 
+class _Head(NamedTuple):
+    """A tensor on its way, as a part of its bucket's memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    checksum: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    @property
+    def room(self) -> int:
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
+    def view(self, memory: Tensor) -> Tensor:
+        return memory[: self.nbytes].view(self.dtype).view(self.shape)
+
+
 class _Bucket(NamedTuple):
-    """What one rank sends at a time; a header of None says that there is no more, or that another rank sends."""
+    """What one rank sends at a time, in one message; no heads: there is no more, or another rank sends."""
 
-    header: list[tuple[str, tuple, torch.dtype, int]] | None  # name, shape, dtype, checksum of each tensor
-    tensors: list[Tensor]
+    heads: list[_Head]
+    memory: Tensor  # uint8
 
 
-def _send_buckets(stream: WeightStream, mesh: RoleMesh, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _send_buckets(stream: WeightStream, mesh: RoleMesh) -> Iterator[tuple[str, Tensor]]:
     """At most two buckets exist: on the host the next one is gathered and cast by its sender, and the one before is checked and
     used by its receiver, while this one is on its way. On CUDA two communicators in flight on one device may hang
     (NVIDIA/nccl#195), so there both wait for it."""
     bridge = mesh.bridge(stream.mesh)
     senders = [bridge.ranks.index(rank) for rank in stream.mesh.ranks]
-    buckets = _buckets(stream) if stream.mesh.here else iter(())
+    named = iter(stream)
+    nothing = torch.empty(0, dtype=torch.uint8, device=mesh.device)
+    own = [nothing, nothing]  # of the source's ranks, by turns; what a receiver hands on is never written again
     barrier(bridge.control, "weights.ready")  # a phase may pass until both sides are here; a payload waits for less
 
-    def prepare(turn: int) -> _Bucket:
-        bucket = next(buckets, None)
-        if not bucket or bridge.ranks[senders[turn % len(senders)]] != mesh.world_rank:
-            return _Bucket(None, [])
-        tensors = [_cast(tensor, dtype) for _, tensor in bucket]
-        return _Bucket([(name, tuple(t.shape), t.dtype, digest(t)) for (name, _), t in zip(bucket, tensors)], tensors)
+    def prepare(turn: int) -> list[_Head]:
+        bucket = _next_bucket(named)
+        if bridge.ranks[senders[turn % len(senders)]] == mesh.world_rank:
+            heads, own[turn % 2] = _pack(bucket, stream.dtype, own[turn % 2])
+            return heads
+        for _ in bucket:  # gathering is for all
+            pass
+        return []
 
-    mine, before, origin = prepare(0), _Bucket([], []), 0
+    mine, before, origin = prepare(0), _Bucket([], nothing), 0
     for turn in count():
         sender = senders[turn % len(senders)]
-        version, header = broadcast_object((stream.version, mine.header), sender, bridge.control, "weights.header")
+        version, heads = broadcast_object((stream.version, mine), sender, bridge.control, "weights.header")
         if version != stream.version:
             raise RuntimeError(
                 f"weights: rank {bridge.ranks[sender]} sent version {version}, "
                 f"rank {mesh.world_rank} is at version {stream.version}"
             )
-        if header is None:
+        if not heads:
             yield from _checked(before, origin)
             return
-        # Elsewhere it gets memory of its own, also in the source's cell, whose tensors may be live parameters
-        tensors = mine.tensors or [torch.empty(shape, dtype=t, device=mesh.device) for _, shape, t, _ in header]
-        arrived = start_broadcasts(tensors, sender, bridge.payload, f"weights[{header[0][0]}...]")
+        size = sum(head.room for head in heads)
+        memory = nothing if mesh.here else own[turn % 2]
+        if memory.numel() < size:
+            memory = torch.empty(size, dtype=torch.uint8, device=mesh.device)
+        own[turn % 2] = nothing if mesh.here else memory
+        arrived = start_broadcast(memory[:size], sender, bridge.payload, f"weights[{heads[0].name}...]")
         if mesh.device.type == "cuda":
             arrived()
-        traffic["weights"] += sum(t.nbytes for t in mine.tensors)
+        traffic["weights"] += sum(head.nbytes for head in mine)
         mine = prepare(turn + 1)
         yield from _checked(before, origin)
         arrived()
-        before, origin = _Bucket(header, tensors if mesh.here else []), bridge.ranks[sender]
+        before, origin = _Bucket(heads if mesh.here else [], memory), bridge.ranks[sender]
+
+
+def _next_bucket(named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The next tensors, up to the one that fills a bucket."""
+    size = 0
+    while size < BUCKET_BYTES and (pair := next(named, None)):
+        size += pair[1].nbytes
+        yield pair
+
+
+def _pack(bucket: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, memory: Tensor) -> _Bucket:
+    """Casts tensors into `memory`, or into a larger one where they need it."""
+    heads, end = [], 0
+    for name, tensor in bucket:
+        head = _Head(name, tuple(tensor.shape), dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+        if end + head.room > memory.numel():
+            size = BUCKET_BYTES + BUCKET_BYTES // 8 - end  # the tensor that fills a bucket has most often room too
+            memory = torch.cat([memory[:end], memory.new_empty(max(head.room, size))])
+        part = head.view(memory[end:])
+        part.copy_(tensor)
+        heads.append(head._replace(checksum=digest(part)))
+        end += head.room
+    return _Bucket(heads, memory)
 
 
 def _checked(bucket: _Bucket, origin: int) -> Iterator[tuple[str, Tensor]]:
     """What a receiver got. Raises RuntimeError that names the tensor where it is not what was sent."""
-    for tensor, (name, _, _, checksum) in zip(bucket.tensors, bucket.header or ()):
-        if digest(tensor) != checksum:
-            raise RuntimeError(f"weights: {name} is not what rank {origin} sent (checksums differ)")
-        yield name, tensor
+    memory = bucket.memory
+    for head in bucket.heads:
+        tensor, memory = head.view(memory), memory[head.room :]
+        if digest(tensor) != head.checksum:
+            raise RuntimeError(f"weights: {head.name} is not what rank {origin} sent (checksums differ)")
+        yield head.name, tensor
 
 
 def _send_expected(stream: WeightStream, mesh: RoleMesh) -> list[list[float]]:
     bridge = mesh.bridge(stream.mesh)
     found = stream.expected() if stream.mesh.here else None
     return broadcast_object(found, bridge.ranks.index(stream.mesh.ranks[0]), bridge.control, "weights.expected")
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype if dtype and tensor.is_floating_point() else tensor.dtype).contiguous()
-
-
-def _buckets(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket, size = [], 0
-    for name, tensor in stream:
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket

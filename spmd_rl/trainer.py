@@ -137,7 +137,7 @@ class RLTrainer:
 
     def update_rollout(self, version: int) -> None:
         """Collective over both: the rollout gets the actor's weights, which `version` steps have made."""
-        self.rollout.update_weights(self.actor.weights(version).to(self.rollout.mesh, self.rollout.dtype), version)
+        self.rollout.update_weights(self.actor.weights(version, self.rollout.dtype).to(self.rollout.mesh), version)
 
     def sample(self, step: int) -> Sampled:
         """Collective over the rollout mesh: the scored samples of a step."""

@@ -17,17 +17,25 @@ _SPEC_LOCK = threading.Lock()
 
 
 class WorkerProcess(ForkServerProcess):
-    """A worker that does not run the parent's main module again, which would import torch there."""
+    """A worker that does not run the parent's main module again, which would import torch there.
+
+    SIGTERM is the parent's to answer, also where it comes to every process of a job, as some SLURM configurations send it: the
+    fork server and its workers inherit that it is blocked."""
 
     def start(self) -> None:
         main = sys.modules["__main__"]
         multiprocessing.set_forkserver_preload(PRELOAD)
         with _SPEC_LOCK:
             spec, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)  # this name is never run again
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             try:
                 super().start()
             finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 main.__spec__ = spec
+
+    def terminate(self) -> None:
+        self.kill()
 
 
 class WorkerContext(ForkServerContext):

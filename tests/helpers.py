@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from spmd_rl.batch import Batch, make_batch
+from spmd_rl.batch import Batch, text_batch
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -59,23 +59,8 @@ def make_rows(groups: list[tuple[int, list[int]]], seed: int = 0, temperature: f
         ids = torch.randint(3, vocabulary, (len(responses), width), generator=g)
         ids[:, :prompt] = ids[0, :prompt].clone()
         rows += [(ids[s], prompt, prompt + n, uid, s) for s, n in enumerate(responses)]
-    lengths = torch.tensor([row[2] for row in rows])
-    prompts = torch.tensor([row[1] for row in rows])
-    columns = torch.arange(width)
-    ids = torch.where(columns < lengths[:, None], torch.stack([row[0] for row in rows]), 0)
-    uid = torch.tensor([row[3] for row in rows])
-    return make_batch(
-        {
-            "input_ids": ids,
-            "prompt_lengths": prompts,
-            "lengths": lengths,
-            "response_mask": (columns >= prompts[:, None]) & (columns < lengths[:, None]),
-            "uid": uid,
-            "sample": torch.tensor([row[4] for row in rows]),
-            "row": uid.clone(),
-            "data_source": torch.zeros_like(uid),
-            "policy_version": torch.zeros(len(rows), width, dtype=torch.int32),
-            "truncated": torch.zeros(len(rows), dtype=torch.bool),
-            "temperature": torch.full((len(rows),), temperature),
-        }
-    )
+    prompts, lengths, uid, sample = torch.tensor([row[1:] for row in rows]).unbind(1)
+    ids = torch.where(torch.arange(width) < lengths[:, None], torch.stack([row[0] for row in rows]), 0)
+    batch = text_batch(ids, prompts, lengths, uid, sample)
+    batch.row, batch.temperature = uid.clone(), torch.full((len(rows),), temperature)
+    return batch

@@ -106,8 +106,10 @@ class BaseEngine(ABC):
         no rank steps, parameters stay bitwise, `nonfinite_steps` goes up."""
 
     @abstractmethod
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams (HF name, full tensor) to every rank, one at a time, in one order."""
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Streams (HF name, full tensor) to every rank, one at a time, in one order.
+
+        `dtype`: what the receiver keeps; an engine that gathers may cast to it before, so that less travels."""
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

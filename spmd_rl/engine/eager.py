@@ -91,13 +91,13 @@ def global_norm(parameters: list[nn.Parameter]) -> float:
     return math.sqrt(total)
 
 
-def full_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def full_tensors(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Collective over the ranks that hold shards: parameters whole, in order, about GATHER_BYTES of them at a time.
 
-    One that this rank holds whole is no copy."""
+    One that this rank holds whole is no copy; others travel as `dtype`, where given."""
     for bucket in _buckets(named):
         names, parameters = zip(*bucket)
-        yield from zip(names, _gather(parameters))
+        yield from zip(names, _gather(parameters, dtype))
 
 
 def _buckets(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
@@ -114,12 +114,12 @@ def _buckets(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Te
         yield bucket
 
 
-def _gather(parameters: Sequence[Tensor]) -> list[Tensor]:
+def _gather(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     """One axis of the mesh after the other: what was cut last is joined first."""
     first = parameters[0]
     if not isinstance(first, DTensor):
         return [p.detach() for p in parameters]
-    mesh, cuts, parts = first.device_mesh, first.placements, [p.to_local().detach() for p in parameters]
+    mesh, cuts, parts = first.device_mesh, first.placements, [p.to_local().detach().to(dtype or p.dtype) for p in parameters]
     axes = [i for i, cut in enumerate(cuts) if not cut.is_replicate() and mesh.size(i) > 1]
     axes.sort(key=lambda i: (type(cuts[i]) is Shard, -i))  # FSDP's strided cut is within a part of tensor parallelism
     gather = gather_in_place if mesh.device_type == "cpu" else gather_flat
@@ -281,16 +281,16 @@ class EagerEngine(BaseEngine):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._stream((name, p) for name, p in self.module.lm.named_parameters())
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        return self._stream(((name, p) for name, p in self.module.lm.named_parameters()), dtype)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         self.reduce_gradients()
         return self._stream((name, p.grad) for name, p in self.module.lm.named_parameters() if p.requires_grad)
 
     @torch.no_grad()
-    def _stream(self, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in full_tensors(named):
+    def _stream(self, named: Iterable[tuple[str, Any]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in full_tensors(named, dtype):
             yield from to_checkpoint(name, tensor)
 
     def to(self, device: torch.device, model: bool = True, optimizer: bool = True) -> None:

@@ -94,8 +94,6 @@ class FSDPEngine(EagerEngine):
         self.reduced = False  # plain gradients, over the ranks
         self.has_reference = bool(engine_config.lora_rank) and model_config.trainable
         hf_config = AutoConfig.from_pretrained(model_config.folder, trust_remote_code=model_config.trust_remote_code)
-        if wrong := axes_problems(engine_config, len(mesh.ranks), hf_config.to_dict()):
-            raise ValueError("\n".join(wrong))
         no_dropout(hf_config)
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(
@@ -217,8 +215,8 @@ class FSDPEngine(EagerEngine):
         with lora.adapters_off(self.module.lm), self.eval_mode():
             yield
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return lora.merged(super().weights(), self.config) if self.has_reference else super().weights()
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        return lora.merged(super().weights(), self.config) if self.has_reference else super().weights(dtype)
 
     def load(self, folder: Path) -> None:
         lora.check_stored(folder, self.module, self.config if self.has_reference else None)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from spmd_rl.config import divisors
 from spmd_rl.engine.experts import expert_problems
 from spmd_rl.engine.tensor_parallel import plan_of, read_config, splits_heads, tensor_parallel_problems
 
@@ -22,10 +23,6 @@ class AxesOptions(Protocol):
     tensor_parallel_size: int
     ulysses_size: int
     expert_parallel_size: int
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def axes_problems(config: AxesOptions, num_ranks: int, model: dict | None) -> list[str]:

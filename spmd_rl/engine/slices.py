@@ -22,18 +22,31 @@ def load_slices(named: Iterable[tuple[str, Tensor]], sources: Sources, folder: P
 
     `sources`: the stored tensors that make up a parameter of a name and shape, each with the place that it fills.
     Raises ValueError naming what the files lack, and where shapes differ."""
-    where = stored_files(folder)
-    files = {path: safe_open(path, "pt") for path in set(where.values())}
-    missing = []
-    for name, parameter in named:
+    wanted = [(parameter, *source) for name, parameter in named for source in sources(name, tuple(parameter.shape))]
+    stored = Stored(folder, [hf_name for _, hf_name, _ in wanted])
+    for parameter, hf_name, place in wanted:
         local, region = local_region(parameter)
-        for hf_name, place in sources(name, tuple(parameter.shape)):
-            if hf_name not in where:
-                missing.append(hf_name)
-            elif local.numel():
-                _copy_overlap(local, region, files[where[hf_name]].get_slice(hf_name), place, parameter.shape, hf_name)
-    if missing:
-        raise ValueError(f"model.path: {folder} lacks {len(missing)} tensors of its architecture: {', '.join(missing[:5])}")
+        if local.numel():
+            _copy_overlap(local, region, stored, hf_name, place, parameter.shape)
+
+
+class Stored:
+    """Tensors of a checkpoint folder, of which no more is read than is asked for."""
+
+    def __init__(self, folder: Path, names: Iterable[str]):
+        """Raises ValueError naming what the files lack."""
+        where = stored_files(folder)
+        if missing := [name for name in names if name not in where]:
+            raise ValueError(f"model.path: {folder} lacks {len(missing)} tensors of its architecture: {', '.join(missing[:5])}")
+        files = {path: safe_open(path, "pt") for path in set(where.values())}
+        self.files = {name: files[path] for name, path in where.items()}
+
+    def read(self, name: str, shape: Sequence[int], part: Sequence[slice]) -> Tensor:
+        """Raises ValueError where the tensor's shape is not `shape`."""
+        stored = self.files[name].get_slice(name)
+        if list(stored.get_shape()) != list(shape):
+            raise ValueError(f"model.path: tensor {name} has shape {stored.get_shape()}, its architecture wants {list(shape)}")
+        return stored[tuple(part)]
 
 
 def local_region(parameter: Tensor) -> tuple[Tensor, list[slice]]:
@@ -44,7 +57,7 @@ def local_region(parameter: Tensor) -> tuple[Tensor, list[slice]]:
     return parameter.to_local(), [slice(o, o + n) for o, n in zip(offset, shape)]
 
 
-def _copy_overlap(local: Tensor, region: list[slice], stored, place: Index, shape: Sequence[int], name: str) -> None:
+def _copy_overlap(local: Tensor, region: list[slice], stored: Stored, name: str, place: Index, shape: Sequence[int]) -> None:
     """Copies the overlap of a stored tensor, which fills `place` (one int or slice a dim) of a parameter, with `region`."""
     into, out_of, sizes = [], [], []
     for dim, held in enumerate(region):
@@ -61,6 +74,4 @@ def _copy_overlap(local: Tensor, region: list[slice], stored, place: Index, shap
         into.append(slice(low - held.start, high - held.start))
         out_of.append(slice(low - begin, high - begin))
         sizes.append(end - begin)
-    if list(stored.get_shape()) != sizes:
-        raise ValueError(f"model.path: tensor {name} has shape {stored.get_shape()}, its architecture wants {sizes}")
-    local[tuple(into)].copy_(stored[tuple(out_of)])
+    local[tuple(into)].copy_(stored.read(name, sizes, out_of))

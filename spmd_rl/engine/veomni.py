@@ -14,11 +14,10 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from spmd_rl.config import EngineConfig
+from spmd_rl.config import EngineConfig, divisors
 from spmd_rl.engine.attention import NAME, register_attention
 from spmd_rl.engine.eager import EagerEngine, TokenModel
 from spmd_rl.engine.fsdp import no_dropout
-from spmd_rl.engine.fsdp_axes import divisors
 from spmd_rl.engine.hf_names import sources
 from spmd_rl.engine.slices import load_slices
 

@@ -26,7 +26,6 @@ from spmd_rl.mesh import RoleMesh
 from spmd_rl.roles.generation import Expired, Reply, Request, RolloutBackend, RolloutModel
 
 ATTENTION = "spmd_rl_grouped"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ONLY_FULL = "rollout.backend 'hf' knows full softmax attention only"
 BLOCK = 128  # vocabulary entries summed at once when a cumulative distribution is inverted
 
@@ -166,7 +165,7 @@ class HFRollout(RolloutBackend):
         Raises ValueError for other than full softmax attention."""
         self.max_batch_rows, self.device = config.max_batch_rows, mesh.device
         self.model = AutoModelForCausalLM.from_pretrained(
-            model.folder, dtype=DTYPES[config.dtype], attn_implementation=ATTENTION, local_files_only=True,
+            model.folder, dtype=vars(torch)[config.dtype], attn_implementation=ATTENTION, local_files_only=True,
             trust_remote_code=model.trust_remote_code,
         )  # fmt: skip
         self.model.requires_grad_(False).eval().to(self.device)

@@ -61,7 +61,7 @@ class ServerAdapter:
         """`staged`: the actor trains on the same ranks, so the rollout leaves the device to it meanwhile."""
         self.config, self.model, self.mesh, self.version = rollout_config, model_config, mesh, 0
         self.tolerance = max(AGREEMENT[rollout_config.dtype], AGREEMENT[engine_dtype])
-        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[rollout_config.dtype]
+        self.dtype = vars(torch)[rollout_config.dtype]
         self.staged = staged
         self.limited = bool(rollout_config.max_step_tokens or rollout_config.max_step_seconds)
         self.drawn: int | None = None  # prompt occurrences so far, where steps are limited; None: as many as without limits

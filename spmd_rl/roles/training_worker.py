@@ -98,11 +98,11 @@ class TrainingWorker:
             out[torch.tensor(rows, dtype=torch.int64)] = output.log_probs if output.values is None else output.values
         return Placed(self.mesh, make_batch({**fields_of(local), self.config.infer_field: out}))
 
-    def weights(self, version: int) -> WeightStream:
-        """`version`: the steps that made these weights; it travels with them."""
+    def weights(self, version: int, dtype: torch.dtype | None = None) -> WeightStream:
+        """`version`: the steps that made these weights; it travels with them. `dtype`: what they may be cast to, early."""
         if not self.mesh.here:
             return WeightStream(self.mesh, None, version=version)
-        return WeightStream(self.mesh, self.engine.weights(), self._score_probe, version)
+        return WeightStream(self.mesh, self.engine.weights(dtype), self._score_probe, version, dtype)
 
     def _score_probe(self) -> list[list[float]]:
         """Collective over the mesh: log-probs of the probe's tokens after the first, by the present weights."""

@@ -159,19 +159,19 @@ def weights_of(mesh, events):
 def test_weights_cross_in_buckets_of_two_senders_while_the_next_is_gathered(folder):
     world = world_of({"actor": Role((0, 1), 2), "rollout": Role((2, 3), 1)})
     actor, rollout = world.meshes["actor"], world.meshes["rollout"]
-    events, start = [], placed.start_broadcasts
+    events, start = [], placed.start_broadcast
 
-    def watched(tensors, source, group, name):
+    def watched(memory, source, group, name):
         events.append(f"start {name}")
-        arrived = start(tensors, source, group, name)
+        arrived = start(memory, source, group, name)
         return lambda: (events.append("arrived"), arrived())
 
-    placed.start_broadcasts = watched
+    placed.start_broadcast = watched
     for dtype, per_bucket in ((torch.bfloat16, 2), (None, 1)):
         placed.BUCKET_BYTES = 64 * per_bucket
         events.clear()
         traffic.clear()
-        got = list(WeightStream(actor, weights_of(actor, events) if actor.here else None).to(rollout, dtype))
+        got = list(WeightStream(actor, weights_of(actor, events) if actor.here else None, dtype=dtype).to(rollout))
         sent = collectives.gather_objects(traffic["weights"], world.control, "sent")
         if dtype:  # [0 1] [2 3] [4 5] [6, count]: what travels is half as large
             assert sent == [2 * 64, 64 + 32 + 8, 0, 0]
@@ -191,23 +191,23 @@ def test_weights_cross_in_buckets_of_two_senders_while_the_next_is_gathered(fold
             assert len(starts) == 4 if dtype else 8
             assert events[:per_bucket] == [f"gather {i}" for i in range(per_bucket)]
 
-    def tampered(tensors, source, group, name):
-        arrived = start(tensors, source, group, name)
+    def tampered(memory, source, group, name):
+        arrived = start(memory, source, group, name)
 
         def changed():
             arrived()
             if world.rank == 3 and name == "weights[w4...]":
-                tensors[1].view(torch.uint8)[0] ^= 1  # of w5
+                memory[placed.ALIGNMENT] ^= 1  # of w5
 
         return changed
 
-    placed.start_broadcasts, placed.BUCKET_BYTES = tampered, 128
-    on_its_way = iter(WeightStream(actor, weights_of(actor, []) if actor.here else None).to(rollout, torch.bfloat16))
+    placed.start_broadcast, placed.BUCKET_BYTES = tampered, 128
+    on_its_way = iter(WeightStream(actor, weights_of(actor, []) if actor.here else None, dtype=torch.bfloat16).to(rollout))
     if world.rank == 3:
         with pytest.raises(RuntimeError, match="weights: w5 is not what rank 0 sent .checksums differ."):
             list(on_its_way)
         bridge = rollout.bridge(actor)  # it joins what the others still do; the last bucket is on its way
-        assert collectives.broadcast_object("", 0, bridge.control, "weights.header") == (0, None)
+        assert collectives.broadcast_object("", 0, bridge.control, "weights.header") == (0, [])
     else:
         assert len(list(on_its_way)) == 8 * rollout.here
     check_version(actor, rollout, start)
@@ -216,11 +216,11 @@ def test_weights_cross_in_buckets_of_two_senders_while_the_next_is_gathered(fold
 
 def check_version(actor, rollout, start):
     """A header of another version than this rank's is refused, the last one here, after which nobody waits."""
-    placed.start_broadcasts, broadcast = start, placed.broadcast_object
+    placed.start_broadcast, broadcast = start, placed.broadcast_object
 
     def of_another(value, sender, group, name):
         version, header = broadcast(value, sender, group, name)
-        return version - (header is None and rollout.world_rank == 3), header
+        return version - (not header and rollout.world_rank == 3), header
 
     placed.broadcast_object = of_another
     stream = WeightStream(actor, weights_of(actor, []) if actor.here else None, version=4).to(rollout)

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -189,6 +191,24 @@ def test_workers_never_import_torch_and_end_with_their_parent(user_module, tmp_p
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{pid}")
+
+
+def children(pid: int) -> list[int]:
+    """Of all generations."""
+    own = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    return own + [grandchild for child in own for grandchild in children(child)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_signal_to_every_process_of_the_job_is_the_parents_to_answer(pool_of):
+    pool = pool_of({"exact": 1.0})
+    assert pool.score([sample("7", "7")]).rewards == [1.0]
+    workers = children(os.getpid())
+    for pid in workers:
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.2)
+    assert pool.score([sample("7", "7")] * 8).rewards == [1.0] * 8
+    assert {*workers} <= {*children(os.getpid())}
 
 
 def test_overhead_of_a_step(pool_of):

@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from spmd_rl.config import EngineConfig
+from spmd_rl.config import EngineConfig, divisors
 
 FAMILIES = {  # model type -> (bias of q, k and v; norm of each head's q and k)
     "llama": (False, False),
@@ -129,7 +129,7 @@ def problems(config: MegatronConfig, num_ranks: int, model: dict | None = None) 
         found.append(f"engine.virtual_pipeline_size: {vpp} without a pipeline - set 1, or engine.pipeline_parallel_size over 1")
     if (num_ranks // pp) % (ep * config.expert_tensor_size):
         found.append(f"engine.expert_parallel_size: {ep} does not divide the {num_ranks // pp} ranks of a pipeline stage - "
-                     f"set one of {_divisors(num_ranks // pp)}")  # fmt: skip
+                     f"set one of {divisors(num_ranks // pp)}")  # fmt: skip
     if model is None:
         return found
     unknown = _unknown(model)
@@ -158,24 +158,24 @@ def _layout_problems(config: MegatronConfig, num_ranks: int, sizes: Sizes) -> li
                       config.expert_parallel_size)  # fmt: skip
     found, stages, kv = [], pp * config.virtual_pipeline_size, sizes.kv_heads // max(1, tp)
     if sizes.heads % tp or sizes.kv_heads % tp or sizes.intermediate % tp:
-        able = [n for n in _divisors(sizes.kv_heads) if sizes.heads % n == sizes.intermediate % n == 0]
+        able = [n for n in divisors(sizes.kv_heads) if sizes.heads % n == sizes.intermediate % n == 0]
         found.append(f"engine.tensor_parallel_size: {tp} does not divide {sizes.heads} heads, {sizes.kv_heads} key heads and "
                      f"{sizes.intermediate} intermediate units - set one of {able}")  # fmt: skip
     elif (sizes.heads // tp) % cp or (kv % cp and cp % kv):
-        able = [n for n in _divisors(sizes.heads // tp) if not (kv % n and n % kv)]
+        able = [n for n in divisors(sizes.heads // tp) if not (kv % n and n % kv)]
         found.append(f"engine.context_parallel_size: {cp} does not divide the {sizes.heads // tp} heads (and {kv} key heads) of a "
                      f"tensor rank - set one of {able}")  # fmt: skip
     if sizes.layers % stages:
         found.append(f"engine.pipeline_parallel_size: {stages} pipeline stages do not divide {sizes.layers} layers - "
-                     f"set pipeline x virtual to one of {_divisors(sizes.layers)}")  # fmt: skip
+                     f"set pipeline x virtual to one of {divisors(sizes.layers)}")  # fmt: skip
     if not sizes.experts:
         return found + ([f"engine.expert_parallel_size: {ep}, and this model has no experts - set 1"] if ep > 1 else [])
     if sizes.experts % ep:
         found.append(f"engine.expert_parallel_size: {ep} does not divide {sizes.experts} experts - "
-                     f"set one of {_divisors(sizes.experts)}")  # fmt: skip
+                     f"set one of {divisors(sizes.experts)}")  # fmt: skip
     if sizes.expert_intermediate % config.expert_tensor_size:
         found.append(f"engine.tensor_parallel_size: {tp} does not divide the {sizes.expert_intermediate} units of an expert - "
-                     f"set one of {_divisors(sizes.expert_intermediate)}, or engine.expert_parallel_size over 1")  # fmt: skip
+                     f"set one of {divisors(sizes.expert_intermediate)}, or engine.expert_parallel_size over 1")  # fmt: skip
     if tp > 1 and not config.sequence_parallel:
         found.append("engine.sequence_parallel: tensor parallelism of a mixture of experts splits the sequence - set true")
     replicas, experts = num_ranks // (tp * pp * cp), ep * config.expert_tensor_size
@@ -183,7 +183,3 @@ def _layout_problems(config: MegatronConfig, num_ranks: int, sizes: Sizes) -> li
         found.append(f"engine.expert_parallel_size: with a pipeline and {replicas} replicas the experts are split over the "
                      f"{tp * cp} ranks of a replica's stage, not over {experts} - set {tp * cp}")  # fmt: skip
     return found
-
-
-def _divisors(n: int) -> list[int]:
-    return [i for i in range(1, n + 1) if n % i == 0]

@@ -200,9 +200,9 @@ class MegatronEngine(BaseEngine):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         with self._present(optimizer=False):
-            yield from self.stream.tensors(lambda shard: shard.values.detach())
+            yield from self.stream.tensors(lambda shard: shard.values.detach(), dtype or torch.float32)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         self.backend.groups.use(self.layout)

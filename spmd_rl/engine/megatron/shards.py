@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from spmd_rl.engine.hf_names import stored_files
 from spmd_rl.engine.megatron import groups
 from spmd_rl.engine.megatron.config import Sizes
 from spmd_rl.engine.megatron.model import Decoder, named_parameters
 from spmd_rl.engine.megatron.names import VALUE_HEAD, WHOLE, Piece, pieces, runs
+from spmd_rl.engine.slices import Stored
 
 BUCKET_BYTES = 32 << 20  # of whole tensors that are gathered together
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -122,23 +121,13 @@ def _part(flat: Tensor, piece: Piece) -> Tensor:
 
 
 def reader(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Read:
-    """Reads rectangles of a checkpoint folder, no more than is asked for.
-
-    Raises ValueError naming what the files lack, and where shapes differ."""
-    where = stored_files(folder)
-    if missing := [name for name in shapes if name not in where]:
-        raise ValueError(f"model.path: {folder} lacks {len(missing)} tensors of its architecture: {', '.join(missing[:5])}")
-    files = {path: safe_open(path, "pt") for path in set(where.values())}
+    """Reads rectangles of a checkpoint folder. Raises ValueError as `Stored` does."""
+    stored = Stored(folder, shapes)
 
     def read(piece: Piece) -> Tensor | None:
         if piece.name == VALUE_HEAD:
             return None  # the first values are 0 whatever the state
-        stored = files[where[piece.name]].get_slice(piece.name)
-        if tuple(stored.get_shape()) != shapes[piece.name]:
-            raise ValueError(
-                f"model.path: tensor {piece.name} has shape {stored.get_shape()}, its architecture wants {list(shapes[piece.name])}"
-            )
-        return stored[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size))]
+        return stored.read(piece.name, shapes[piece.name], [slice(o, o + n) for o, n in zip(piece.offset, piece.size)])
 
     return read
 
@@ -158,32 +147,32 @@ class Stream:
         dist.all_gather_object(self.owners, own)
 
     @torch.no_grad()
-    def tensors(self, take: Callable[[Shard], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Collective over the cell: (name, whole float32 tensor) in the order of `shapes`; `take`: a shard's values."""
+    def tensors(self, take: Callable[[Shard], Tensor], dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Collective over the cell: (name, whole tensor) in the order of `shapes`; `take`: a shard's values."""
         bucket: list[str] = []
         size = 0
         for name, shape in self.shapes.items():
             nbytes = 4 * torch.Size(shape).numel()
             if bucket and size + nbytes > BUCKET_BYTES:
-                yield from self._gather(bucket, take)
+                yield from self._gather(bucket, take, dtype)
                 bucket, size = [], 0
             bucket.append(name)
             size += nbytes
-        yield from self._gather(bucket, take)
+        yield from self._gather(bucket, take, dtype)
 
-    def _gather(self, names: list[str], take: Callable[[Shard], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _gather(self, names: list[str], take: Callable[[Shard], Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         me, sent = dist.get_rank(), []
         for rank, owner in enumerate(self.owners):
             counts = [torch.Size(piece.size).numel() for name in names for piece in owner.get(name, ())]
             if not counts:
                 continue
-            flat = torch.empty(sum(counts), dtype=torch.float32, device=self.device)
+            flat = torch.empty(sum(counts), dtype=dtype, device=self.device)
             if rank == me:
                 held = [_part(take(shard), piece).flatten() for name in names for shard, piece in self.mine.get(name, ())]
-                torch.cat([x.to(self.device, torch.float32) for x in held], out=flat)
+                torch.cat([x.to(self.device, dtype) for x in held], out=flat)
             work = dist.broadcast(flat, group_src=rank, async_op=True) if len(self.owners) > 1 else None
             sent.append((owner, flat.split(counts), work))
-        whole = {name: torch.empty(self.shapes[name], dtype=torch.float32, device=self.device) for name in names}
+        whole = {name: torch.empty(self.shapes[name], dtype=dtype, device=self.device) for name in names}
         for owner, parts, work in sent:
             if work:
                 work.wait()

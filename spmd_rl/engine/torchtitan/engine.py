@@ -160,30 +160,31 @@ class TorchTitanEngine(EagerEngine):
             outputs.append(TokenOutput(**{k: v if v is None else v.cpu() for k, v in vars(output).items()}))
         return outputs
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._stream_stages(self._stored())
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        return self._stream_stages(self._stored(), dtype)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         return self._stream_stages({name: parameter.grad for name, parameter in self._stored().items()})
 
     @torch.no_grad()
-    def _stream_stages(self, held: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    def _stream_stages(self, held: dict[str, Any], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Stage by stage; the ranks that hold one gather it and send it to those of the other stages."""
         for stage, shapes in enumerate(self.shapes):
             shapes = [(name, shape) for name, shape in shapes if self._in_checkpoint(name)]
             if self.pipeline is None:
-                whole = full_tensors((name, held[name]) for name, _ in shapes)
+                whole = full_tensors(((name, held[name]) for name, _ in shapes), dtype)
             else:
-                whole = self._sent(shapes, held, stage % self.pipeline.group.size())
+                whole = self._sent(shapes, held, stage % self.pipeline.group.size(), dtype or torch.float32)
             for name, tensor in whole:
                 yield from to_checkpoint(name, tensor)
 
-    def _sent(self, shapes: list, held: dict[str, Tensor], owner: int) -> Iterator[tuple[str, Tensor]]:
+    def _sent(self, shapes: list, held: dict[str, Tensor], owner: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Full tensors of a stage that pipeline rank `owner` holds."""
         if self.pipeline.group.rank() == owner:
-            whole = ((name, tensor.contiguous()) for name, tensor in full_tensors((name, held[name]) for name, _ in shapes))
+            own = full_tensors(((name, held[name]) for name, _ in shapes), dtype)
+            whole = ((name, tensor.to(dtype).contiguous()) for name, tensor in own)
         else:
-            whole = ((name, torch.empty(shape, device=self.mesh.device)) for name, shape in shapes)
+            whole = ((name, torch.empty(shape, dtype=dtype, device=self.mesh.device)) for name, shape in shapes)
         for name, tensor in whole:
             dist.broadcast(tensor, group=self.pipeline.group, group_src=owner)
             yield name, tensor

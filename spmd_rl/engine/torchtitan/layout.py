@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from spmd_rl.config import EngineConfig
+from spmd_rl.config import EngineConfig, divisors
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 RESHARD = ("default", "always", "never")
@@ -115,18 +115,16 @@ def _rank_problems(config: TorchTitanConfig, num_ranks: int) -> list[str]:
         return [
             f"engine.tensor_parallel_size: a replica of {config.pipeline_parallel_size} pipeline x {config.context_parallel_size} "
             f"context x {config.tensor_parallel_size} tensor ranks does not divide the {num_ranks} ranks - set sizes whose "
-            f"product is one of {_divisors(num_ranks)}"
+            f"product is one of {divisors(num_ranks)}"
         ]
     replicas, found = num_ranks // width, []
     if replicas % shard_size(config, num_ranks):
-        return [
-            f"engine.shard_size: {config.shard_size} does not divide the {replicas} replicas - set one of {_divisors(replicas)}"
-        ]
+        return [f"engine.shard_size: {config.shard_size} does not divide the {replicas} replicas - set one of {divisors(replicas)}"]
     together = shard_size(config, num_ranks) * config.context_parallel_size * config.tensor_parallel_size
     if together % config.expert_parallel_size:
         found.append(
             f"engine.expert_parallel_size: {config.expert_parallel_size} does not divide the {together} ranks that share a copy of "
-            f"a layer - set one of {_divisors(together)}"
+            f"a layer - set one of {divisors(together)}"
         )
     return found
 
@@ -157,7 +155,7 @@ def _model_problems(config: TorchTitanConfig, model: dict[str, Any]) -> list[str
             f"pipeline_parallel_size x virtual_pipeline_size to at most {least}"
         )
     if config.expert_parallel_size > 1 and (not experts or experts % config.expert_parallel_size):
-        allowed = _divisors(experts) if experts else [1]
+        allowed = divisors(experts) if experts else [1]
         found.append(
             f"engine.expert_parallel_size: {config.expert_parallel_size} does not divide the {experts} experts of a layer - "
             f"set one of {allowed}"
@@ -191,7 +189,3 @@ def _unlike(model: dict[str, Any], kind: str) -> list[str]:
         "dynamic rotary frequencies": rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope"),
     }
     return [what for what, there in checks.items() if there]
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
