@@ -152,9 +152,8 @@ class Bench:
 def largest_bucket(counts: Iterable[tuple[str, int]], dtype) -> int:
     import torch
 
-    shapes = ((name, torch.empty(count, device="meta")) for name, count in counts)
-    buckets = iter(lambda: sum(tensor.numel() * dtype.itemsize for _, tensor in placed._next_bucket(shapes)), 0)
-    return max(buckets)
+    shapes = ((name, torch.empty(count, dtype=dtype, device="meta")) for name, count in counts)
+    return max(sum(tensor.nbytes for _, tensor in bucket) for bucket in placed._buckets(shapes, dtype))
 
 
 def memory_rise(run: Callable[[], int]) -> tuple[int, int]:

@@ -162,7 +162,7 @@ def model_tensors(hidden: int = 4096, layers: int = 32, inner: int = 14336, kv: 
 
 def weight_bytes(senders: int) -> dict[str, int]:
     """Bytes of one update in bfloat16: what an actor rank sends at most, what a rollout rank receives, the largest bucket."""
-    buckets = [sum(tensor.nbytes for _, tensor in bucket) for bucket in placed._buckets(model_tensors())]
+    buckets = [sum(2 * tensor.numel() for _, tensor in bucket) for bucket in placed._buckets(model_tensors(), torch.bfloat16)]
     sent = [sum(buckets[turn::senders]) for turn in range(min(senders, len(buckets)))]
     return {"sent": max(sent), "received": sum(buckets), "bucket": max(buckets)}
 

@@ -220,10 +220,10 @@ class _Head(NamedTuple):
 
 
 class _Bucket(NamedTuple):
-    """What one rank sends at a time, in one message; no heads: there is no more, or another rank sends."""
+    """What one rank sends in one message; no heads: there is no more, or another rank sends."""
 
     heads: list[_Head]
-    memory: Tensor  # uint8
+    memory: Tensor  # uint8, the tensors one after the other
 
 
 def _send_buckets(stream: WeightStream, mesh: RoleMesh) -> Iterator[tuple[str, Tensor]]:
@@ -232,24 +232,28 @@ def _send_buckets(stream: WeightStream, mesh: RoleMesh) -> Iterator[tuple[str, T
     (NVIDIA/nccl#195), so there both wait for it."""
     bridge = mesh.bridge(stream.mesh)
     senders = [bridge.ranks.index(rank) for rank in stream.mesh.ranks]
-    named = iter(stream)
+    buckets = _buckets(stream, stream.dtype)
     nothing = torch.empty(0, dtype=torch.uint8, device=mesh.device)
-    own = [nothing, nothing]  # of the source's ranks, by turns; what a receiver hands on is never written again
+    kept = [nothing, nothing]
     barrier(bridge.control, "weights.ready")  # a phase may pass until both sides are here; a payload waits for less
 
-    def prepare(turn: int) -> list[_Head]:
-        bucket = _next_bucket(named)
-        if bridge.ranks[senders[turn % len(senders)]] == mesh.world_rank:
-            heads, own[turn % 2] = _pack(bucket, stream.dtype, own[turn % 2])
-            return heads
-        for _ in bucket:  # gathering is for all
-            pass
-        return []
+    def room(turn: int, size: int) -> Tensor:
+        """The source's ranks write again where they have sent from; what a receiver hands on is never written again."""
+        if mesh.here or size > 2 * BUCKET_BYTES:
+            return torch.empty(size, dtype=torch.uint8, device=mesh.device)
+        if kept[turn % 2].numel() < size:
+            kept[turn % 2] = torch.empty(size, dtype=torch.uint8, device=mesh.device)
+        return kept[turn % 2][:size]
+
+    def prepare(turn: int) -> _Bucket:
+        bucket = next(buckets, [])  # on every rank of the source: it may have to be gathered
+        sends = bridge.ranks[senders[turn % len(senders)]] == mesh.world_rank
+        return _pack(bucket, stream.dtype, partial(room, turn)) if bucket and sends else _Bucket([], nothing)
 
     mine, before, origin = prepare(0), _Bucket([], nothing), 0
     for turn in count():
         sender = senders[turn % len(senders)]
-        version, heads = broadcast_object((stream.version, mine), sender, bridge.control, "weights.header")
+        version, heads = broadcast_object((stream.version, mine.heads), sender, bridge.control, "weights.header")
         if version != stream.version:
             raise RuntimeError(
                 f"weights: rank {bridge.ranks[sender]} sent version {version}, "
@@ -258,41 +262,33 @@ def _send_buckets(stream: WeightStream, mesh: RoleMesh) -> Iterator[tuple[str, T
         if not heads:
             yield from _checked(before, origin)
             return
-        size = sum(head.room for head in heads)
-        memory = nothing if mesh.here else own[turn % 2]
-        if memory.numel() < size:
-            memory = torch.empty(size, dtype=torch.uint8, device=mesh.device)
-        own[turn % 2] = nothing if mesh.here else memory
-        arrived = start_broadcast(memory[:size], sender, bridge.payload, f"weights[{heads[0].name}...]")
+        memory = mine.memory if mine.heads else room(turn, _size(heads))
+        arrived = start_broadcast(memory, sender, bridge.payload, f"weights[{heads[0].name}...]")
         if mesh.device.type == "cuda":
             arrived()
-        traffic["weights"] += sum(head.nbytes for head in mine)
+        traffic["weights"] += sum(head.nbytes for head in mine.heads)
         mine = prepare(turn + 1)
         yield from _checked(before, origin)
         arrived()
-        before, origin = _Bucket(heads if mesh.here else [], memory), bridge.ranks[sender]
+        before, origin = _Bucket(heads, memory) if mesh.here else _Bucket([], nothing), bridge.ranks[sender]
 
 
-def _next_bucket(named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The next tensors, up to the one that fills a bucket."""
-    size = 0
-    while size < BUCKET_BYTES and (pair := next(named, None)):
-        size += pair[1].nbytes
-        yield pair
+def _size(heads: list[_Head]) -> int:
+    return sum(head.room for head in heads[:-1]) + heads[-1].nbytes
 
 
-def _pack(bucket: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, memory: Tensor) -> _Bucket:
-    """Casts tensors into `memory`, or into a larger one where they need it."""
-    heads, end = [], 0
-    for name, tensor in bucket:
-        head = _Head(name, tuple(tensor.shape), dtype if dtype and tensor.is_floating_point() else tensor.dtype)
-        if end + head.room > memory.numel():
-            size = BUCKET_BYTES + BUCKET_BYTES // 8 - end  # the tensor that fills a bucket has most often room too
-            memory = torch.cat([memory[:end], memory.new_empty(max(head.room, size))])
-        part = head.view(memory[end:])
+def _pack(bucket: list[tuple[str, Tensor]], dtype: torch.dtype | None, room: Callable[[int], Tensor]) -> _Bucket:
+    """Casts tensors into memory of this size; one that travels alone and as it is stays where it is."""
+    heads = [_Head(name, tuple(tensor.shape), _sent_dtype(tensor, dtype)) for name, tensor in bucket]
+    first = bucket[0][1].detach()
+    if len(bucket) == 1 and first.dtype == heads[0].dtype and first.is_contiguous():
+        memory = first.view(-1).view(torch.uint8)
+        return _Bucket([heads[0]._replace(checksum=digest(first))], memory)
+    memory = rest = room(_size(heads))
+    for i, (head, (_, tensor)) in enumerate(zip(heads, bucket)):
+        part, rest = head.view(rest), rest[head.room :]
         part.copy_(tensor)
-        heads.append(head._replace(checksum=digest(part)))
-        end += head.room
+        heads[i] = head._replace(checksum=digest(part))
     return _Bucket(heads, memory)
 
 
@@ -310,3 +306,24 @@ def _send_expected(stream: WeightStream, mesh: RoleMesh) -> list[list[float]]:
     bridge = mesh.bridge(stream.mesh)
     found = stream.expected() if stream.mesh.here else None
     return broadcast_object(found, bridge.ranks.index(stream.mesh.ranks[0]), bridge.control, "weights.expected")
+
+
+def _sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype and tensor.is_floating_point() else tensor.dtype
+
+
+def _buckets(stream: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[list[tuple[str, Tensor]]]:
+    """Of BUCKET_BYTES on their way, the tensor that fills one included; one that is larger is a bucket of its own."""
+    bucket, size = [], 0
+    for name, tensor in stream:
+        nbytes = tensor.numel() * _sent_dtype(tensor, dtype).itemsize
+        if bucket and nbytes >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += nbytes
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

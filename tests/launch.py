@@ -22,6 +22,12 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def children(pid: int) -> list[int]:
+    """Of all generations. Linux."""
+    own = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    return own + [grandchild for child in own for grandchild in children(child)]
+
+
 def start_ranks(command: list[str], world_size: int, folder: Path, **env: str) -> list[tuple[subprocess.Popen, Path]]:
     """One process a rank, with the variables that torchrun would set; each writes to its own file."""
     shared = os.environ | {

@@ -94,7 +94,7 @@ def global_norm(parameters: list[nn.Parameter]) -> float:
 def full_tensors(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Collective over the ranks that hold shards: parameters whole, in order, about GATHER_BYTES of them at a time.
 
-    One that this rank holds whole is no copy; others travel as `dtype`, where given."""
+    A plain tensor is no copy; a DTensor comes as `dtype`, where given, and is cast before it travels."""
     for bucket in _buckets(named):
         names, parameters = zip(*bucket)
         yield from zip(names, _gather(parameters, dtype))

@@ -131,16 +131,17 @@ def test_split(folder):
     check_complete(on_actor, batch)
     check_complete(on_actor.to(rollout), batch)
     check_empty(Placed(rollout, batch[:0] if rollout.here else None).to(actor), batch)
-    names = [f"w{i}" for i in range(5)]
-    named = ((n, torch.full((3, 2), float(i))) for i, n in enumerate(names)) if actor.here else None
-    stream = WeightStream(actor, named, lambda: [[-1.5, 0.1 + 0.2]]).to(rollout)
-    got = list(stream)
-    assert stream.expected() == [[-1.5, 0.1 + 0.2]]  # after the last pair, on both sides
-    if rollout.here:
-        assert [n for n, _ in got] == names
-        assert all((t == i).all() for i, (_, t) in enumerate(got))
-    else:
-        assert got == []
+    sent = {f"w{i}": torch.full((3, 2), float(i)) for i in range(5)}
+    sent |= {"scalar": torch.tensor(2.5), "empty": torch.ones(0, 3), "turned": torch.arange(6.0).view(2, 3).T}
+    sent |= {"flags": torch.tensor([True, False, True]), "last": torch.ones(1)}
+    for dtype in (None, torch.bfloat16):
+        stream = WeightStream(actor, sent.items() if actor.here else None, lambda: [[-1.5, 0.1 + 0.2]], 0, dtype).to(rollout)
+        got = list(stream)
+        assert stream.expected() == [[-1.5, 0.1 + 0.2]]  # after the last pair, on both sides
+        assert [n for n, _ in got] == [*sent] * rollout.here
+        for name, tensor in got:
+            assert tensor.dtype == (torch.bool if name == "flags" else dtype or torch.float32)
+            assert torch.equal(tensor, sent[name].to(tensor.dtype))
     prompts = shard_prompts(batch, rollout)
     assert (prompts.local is None) != rollout.here
     close_world(world)
@@ -168,7 +169,7 @@ def test_weights_cross_in_buckets_of_two_senders_while_the_next_is_gathered(fold
 
     placed.start_broadcast = watched
     for dtype, per_bucket in ((torch.bfloat16, 2), (None, 1)):
-        placed.BUCKET_BYTES = 64 * per_bucket
+        placed.BUCKET_BYTES = 64
         events.clear()
         traffic.clear()
         got = list(WeightStream(actor, weights_of(actor, events) if actor.here else None, dtype=dtype).to(rollout))
@@ -201,7 +202,7 @@ def test_weights_cross_in_buckets_of_two_senders_while_the_next_is_gathered(fold
 
         return changed
 
-    placed.start_broadcast, placed.BUCKET_BYTES = tampered, 128
+    placed.start_broadcast = tampered
     on_its_way = iter(WeightStream(actor, weights_of(actor, []) if actor.here else None, dtype=torch.bfloat16).to(rollout))
     if world.rank == 3:
         with pytest.raises(RuntimeError, match="weights: w5 is not what rank 0 sent .checksums differ."):

@@ -50,6 +50,10 @@ class Scripted:
             raise Picky(1, 2)
         if text == "die":
             os._exit(11)
+        if text == "program":
+            child = subprocess.Popen(["sleep", "60"])
+            child.terminate()
+            return str(child.wait(5)), 0.0, False
         if text == "leave":
             sys.exit(5)
         if text == "segfault":
@@ -295,6 +299,33 @@ if __name__ == "__main__":
     if sys.argv[1] == "raise":
         raise SystemExit(3)
 """
+
+
+SIGNALLED = """
+import os, signal, time
+from spmd_rl.config import EnvironmentConfig
+from spmd_rl.environments import EnvironmentPool
+from tests.launch import children
+
+if __name__ == "__main__":
+    pool = EnvironmentPool(EnvironmentConfig(name="my_envs:Scripted"))
+    pool.start({0: {}})
+    for pid in children(os.getpid()):
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.2)
+    pool.start({1: {}})
+    turns = pool.step({0: "program", 1: "ok"})
+    print(turns[0].observation, turns[1].observation)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_signal_to_every_process_of_the_job_is_the_parents_to_answer(user_module, tmp_path):
+    """In a process that has started nothing before; a program that a worker starts still ends by the signal."""
+    (tmp_path / "entry.py").write_text(SIGNALLED)
+    env = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"}
+    done = subprocess.run([sys.executable, "-m", "entry"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["-15", "fine"], done.stderr
 
 
 @pytest.mark.parametrize(("how", "code"), [("kill", -signal.SIGKILL), ("raise", 3), ("return", 0)])

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
 from spmd_rl.config import RewardConfig
 from spmd_rl.rewards import RewardPool, Sample, exact, last_number, numeric, overlap, problems, regex
+from tests.launch import children
 
 USER_MODULE = """
 import os, signal, sys, time
@@ -191,12 +191,6 @@ def test_workers_never_import_torch_and_end_with_their_parent(user_module, tmp_p
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{pid}")
-
-
-def children(pid: int) -> list[int]:
-    """Of all generations."""
-    own = [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
-    return own + [grandchild for child in own for grandchild in children(child)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
