@@ -64,6 +64,12 @@ def reward(samples: list) -> list[float]:
     return [len(sample.completion) / 100 for sample in samples]
 
 
+def micro_batch_tokens(work: Work) -> int:
+    """Of so many rows as ours are packed: each group's prompt once."""
+    groups = max(1, work.rows_per_micro_batch // work.group)
+    return groups * (work.prompt_tokens + work.group * work.max_tokens)
+
+
 def run_ours(work: Work, folder: Path, model: str, rollout: str) -> list[dict[str, float]]:
     """Metrics of each step, from the run folder of the product with this rollout backend."""
     config = {
@@ -85,7 +91,7 @@ def run_ours(work: Work, folder: Path, model: str, rollout: str) -> list[dict[st
         "engine": {
             "dtype": work.dtype,
             "matmul_precision": work.matmul_precision,
-            "max_tokens_per_micro_batch": work.rows_per_micro_batch * (work.prompt_tokens + work.max_tokens),
+            "max_tokens_per_micro_batch": micro_batch_tokens(work),
         },
         "optimizer": {"learning_rate": work.learning_rate},
         "trainer": {"total_steps": work.steps, "device": "cpu", "keep": 0, "resume": "never", "run_dir": str(folder / "run")},
@@ -238,7 +244,7 @@ def main() -> None:
     parser.add_argument("--prompts-per-step", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32, help="new tokens of a response")
-    parser.add_argument("--rows-per-micro-batch", type=int, default=16, help="ours: as many tokens as such rows have")
+    parser.add_argument("--rows-per-micro-batch", type=int, default=16, help="of both; ours are packed")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="a rank")
     parser.add_argument("--model", default="smollm2-135m-instruct")

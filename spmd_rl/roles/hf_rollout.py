@@ -169,6 +169,7 @@ class HFRollout(RolloutBackend):
             trust_remote_code=model.trust_remote_code,
         )  # fmt: skip
         self.model.requires_grad_(False).eval().to(self.device)
+        self.asleep: dict[torch.nn.Parameter, torch.Size] = {}  # whose memory was given back, until an update
         if is_emulated(self.model.dtype, self.device):
             float32_products(self.model)
         accepted = inspect.signature(self.model.forward).parameters
@@ -223,13 +224,16 @@ class HFRollout(RolloutBackend):
             raise ValueError(f"parameters of the rollout model got no weights: {', '.join(sorted(targets))}")
 
     def sleep(self) -> None:
-        """Frees the accelerator: weights go to the host."""
+        for parameter in self.model.parameters():
+            self.asleep[parameter] = parameter.shape
+            parameter.data = parameter.new_empty(0)
         if self.device.type == "cuda":
-            self.model.to("cpu")
             torch.cuda.empty_cache()
 
     def wake_up(self, what: str) -> None:
-        self.model.to(self.device)
+        for parameter, shape in self.asleep.items():
+            parameter.data = parameter.new_empty(shape)
+        self.asleep.clear()
 
     def memory(self) -> dict[str, int]:
         """The cache exists only while a batch decodes."""

@@ -332,9 +332,13 @@ def test_the_context_is_that_of_the_model_unless_given(llama, given, expected):
 
 def test_bfloat16_samples_with_float32_log_probs(llama):
     rollout = load_rollout(llama[0], dtype="bfloat16")
+    held = rollout.memory()["weights"]
     rollout.sleep()
+    assert rollout.memory()["weights"] == 0 < held
     rollout.wake_up("weights")
+    rollout.update_weights(llama[1].named_parameters())
     rollout.wake_up("kv_cache")
+    assert rollout.memory()["weights"] == held
     batch = generate(rollout, make_prompts(), sampling())
     assert rollout.model.dtype == torch.bfloat16
     assert batch.rollout_log_probs.dtype == torch.float32
