@@ -130,6 +130,8 @@ def check_bf16(cell: Cell, folder, world, batch, norm: float):
     after = weights(engine)
     unmoved = [name for name in before if torch.equal(before[name], after[name])]
     assert all(".experts." in name for name in unmoved), unmoved  # an expert may see no token
+    cast = {name: tensor.bfloat16() for name, tensor in engine.weights(torch.bfloat16)}  # before or after it is gathered
+    assert alike(cast, {name: tensor.bfloat16() for name, tensor in after.items()})
 
 
 def contract(backend: str, world_size: int):
