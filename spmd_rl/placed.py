@@ -215,9 +215,6 @@ class _Head(NamedTuple):
     def room(self) -> int:
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
-    def view(self, memory: Tensor) -> Tensor:
-        return memory[: self.nbytes].view(self.dtype).view(self.shape)
-
 
 class _Bucket(NamedTuple):
     """What one rank sends in one message; no heads: there is no more, or another rank sends."""
@@ -277,6 +274,13 @@ def _size(heads: list[_Head]) -> int:
     return sum(head.room for head in heads[:-1]) + heads[-1].nbytes
 
 
+def _parts(heads: Iterable[_Head], memory: Tensor) -> Iterator[Tensor]:
+    """Views of a bucket's tensors."""
+    for head in heads:
+        yield memory[: head.nbytes].view(head.dtype).view(head.shape)
+        memory = memory[head.room :]
+
+
 def _pack(bucket: list[tuple[str, Tensor]], dtype: torch.dtype | None, room: Callable[[int], Tensor]) -> _Bucket:
     """Casts tensors into memory of this size; one that travels alone and as it is stays where it is."""
     heads = [_Head(name, tuple(tensor.shape), _sent_dtype(tensor, dtype)) for name, tensor in bucket]
@@ -284,19 +288,16 @@ def _pack(bucket: list[tuple[str, Tensor]], dtype: torch.dtype | None, room: Cal
     if len(bucket) == 1 and first.dtype == heads[0].dtype and first.is_contiguous():
         memory = first.view(-1).view(torch.uint8)
         return _Bucket([heads[0]._replace(checksum=digest(first))], memory)
-    memory = rest = room(_size(heads))
-    for i, (head, (_, tensor)) in enumerate(zip(heads, bucket)):
-        part, rest = head.view(rest), rest[head.room :]
+    memory = room(_size(heads))
+    for i, ((_, tensor), part) in enumerate(zip(bucket, _parts(heads, memory))):
         part.copy_(tensor)
-        heads[i] = head._replace(checksum=digest(part))
+        heads[i] = heads[i]._replace(checksum=digest(part))
     return _Bucket(heads, memory)
 
 
 def _checked(bucket: _Bucket, origin: int) -> Iterator[tuple[str, Tensor]]:
     """What a receiver got. Raises RuntimeError that names the tensor where it is not what was sent."""
-    memory = bucket.memory
-    for head in bucket.heads:
-        tensor, memory = head.view(memory), memory[head.room :]
+    for head, tensor in zip(bucket.heads, _parts(bucket.heads, bucket.memory)):
         if digest(tensor) != head.checksum:
             raise RuntimeError(f"weights: {head.name} is not what rank {origin} sent (checksums differ)")
         yield head.name, tensor
